@@ -76,7 +76,7 @@ def test_finished_run_continues_with_a_longer_schedule(tmp_path: Path) -> None:
     assert json.loads((run / "origins.json").read_text())["budget.steps"] == "--budget +6 steps"
 
 
-class Killed(Exception):
+class Killed(BaseException):
     pass
 
 

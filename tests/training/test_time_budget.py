@@ -90,7 +90,7 @@ def test_first_estimate_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 0.95 * SECONDS <= summary["seconds"] <= 1.01 * SECONDS
 
 
-class Killed(Exception):
+class Killed(BaseException):
     pass
 
 

@@ -63,3 +63,10 @@ class GeneratorStates:
 def preserved_draws(tensors: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
     """Restore the global generators after the block, including the generators of the tensors' devices."""
     return GeneratorStates({tensor.device for tensor in tensors}).restored()
+
+
+def draws_of_caller(device: str) -> AbstractContextManager[None]:
+    """Restore the global generators after work on a device, such as "auto" or "cpu", including those of all GPUs that
+    the process uses."""
+    uses_gpus = torch.cuda.is_initialized() or (device.startswith(("auto", "cuda")) and torch.cuda.is_available())
+    return GeneratorStates(torch.device("cuda", n) for n in range(torch.cuda.device_count() * uses_gpus)).restored()

@@ -328,7 +328,7 @@ class Recipe:
     @property
     def _recorded(self) -> dict[str, str]:
         """Names of the recorded objects, by setting."""
-        every = {"model": self.model.build, **vars(self.python), "sources": None}
+        every = {"model": self.model.build, **vars(self.python), "sources": None, "metric_sources": None}
         return {
             name: text if isinstance(text, str) else text[0].rpartition(" ")[2] for name, text in every.items() if text
         }

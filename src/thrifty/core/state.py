@@ -1,6 +1,6 @@
 """Training state: exactly the contents of a checkpoint."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,8 @@ class StatefulOptimizer(Protocol):
 
     names: list[str]
     parameters: list[Tensor]
+    unreached: set[str]
+    """Names of parameters that no gradient has reached since the optimizer was built."""
     updates: int
     born: int
     births: dict[str, int]
@@ -93,6 +95,18 @@ class TrainState:
         self.optimizer.births = dict(scalars.get("births", {}))  # earlier versions had one age for all
         self.counters = dict(scalars["counters"])
         self.log = read_log(scalars)
+
+
+def adopt_buffers(model: nn.Module, stored: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
+    """Give the buffers of a model that were created or resized in training their `stored` shapes and dtypes, by name in
+    a state. Their values are not loaded."""
+    modules = dict(model.named_modules())
+    for name, (shape, dtype) in stored.items():
+        path, _, own = name.removeprefix("buffers/").rpartition(".")
+        buffers = modules[path]._buffers if name.startswith("buffers/") and path in modules else {}
+        if own in buffers and ((buffer := buffers[own]) is None or buffer.shape != torch.Size(shape)):
+            device = next(model.parameters()).device if buffer is None else buffer.device
+            buffers[own] = torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def read_log(scalars: Mapping[str, Any]) -> list[StructureLogEntry]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from thrifty.core.errors import ThriftyError, UsageError, did_you_mean, spelled
@@ -30,6 +30,8 @@ class PythonObjects:
     metrics: tuple[str, ...] = ()
     sources: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Truncated source hash of each of the user's functions and classes that the objects use, by name."""
+    metric_sources: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Such hashes of functions that only metrics use. A resumed run may change them."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,16 @@ class UserObjects:
         names = {name: self.names.get(name) or reference(value) for name, value in passed.items()}
         metrics = tuple(f"{name} {description(function)}" for name, function in sorted(self.metrics.items()))
         makers = [import_named(name) for name in self.names.values()]
-        values = [*makers, *passed.values(), *self.metrics.values(), *([] if self.model is None else [self.model])]
-        return PythonObjects(**names, metrics=metrics, sources=source_fingerprints(values))
+        values = [*makers, *passed.values(), *([] if self.model is None else [self.model])]
+        sources = source_fingerprints(values)
+        measuring = source_fingerprints(self.metrics.values())
+        others = {name: value for name, value in measuring.items() if name not in sources}
+        return PythonObjects(**names, metrics=metrics, sources=sources, metric_sources=others)
 
     def build_model(self, arguments: Mapping[str, Any] | None = None) -> nn.Module:
         """Return the model that the user's function builds, or a copy of the user's module. Raise UsageError if the
         function fails, or returns no module, a module with lazy layers or a module of TorchScript."""
-        model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self._called(arguments)
+        model = self._copied(self.model) if isinstance(self.model, nn.Module) else self._called(arguments)
         if isinstance(model, torch.jit.ScriptModule):
             raise UsageError(
                 f"{self.build} is a module of TorchScript, whose parts cannot be changed",
@@ -98,6 +103,21 @@ class UserObjects:
                 fix="run a batch through the model where it is built: model(inputs)",
             )
         return model
+
+    def _copied(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a module. Tensors that a forward pass left in its attributes are copied without their
+        graph."""
+        own = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+        left = {id(value): value.detach().clone() for value in own if value.grad_fn is not None}
+        try:
+            return copy.deepcopy(model, left)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise UsageError(
+                f"{self.build} cannot be copied: {type(error).__name__}: {error}",
+                fix="pass the function that builds it: model=build_model",
+            ) from error
 
     def _called(self, arguments: Mapping[str, Any] | None) -> nn.Module:
         assert self.model is not None and not isinstance(self.model, nn.Module)

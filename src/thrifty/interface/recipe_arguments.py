@@ -141,7 +141,7 @@ def recipe(
     typed = {key: value for key, value in given.items() if names_object(value, key in ("data", "held_out"))}
     own = UserObjects.from_arguments(**typed)
     model, data, held_out, loss = (getattr(own, key) if key in typed else value for key, value in given.items())
-    passed: dict[str, Any] = {"metrics": dict(metrics) if metrics else None, "collate": collate}
+    passed: dict[str, Any] = {"metrics": named_metrics(metrics) or None, "collate": collate}
     if isinstance(model, str | Path):
         base = replace(base.without_objects("model"), model=_model_settings(model), about="")
     elif model is not None:
@@ -199,7 +199,7 @@ def recipe(
     named = {"name": name, "seed": seed, "device": None if device is None else str(device)}
     base = replace(
         base,
-        techniques=_with_optimizer(chosen, base.model),
+        techniques=_with_optimizer(chosen, base.model, model),
         objects=objects,
         **{key: value for key, value in named.items() if value is not None},  # type: ignore[arg-type]
     )
@@ -296,13 +296,25 @@ def _model_settings(model: str | Path) -> ModelSettings:
     return ModelSettings(str(model))
 
 
-def _with_optimizer(chosen: tuple[Technique, ...], model: ModelSettings) -> tuple[Technique, ...]:
+def named_metrics(metrics: Any) -> dict[str, Metric]:
+    """Return metrics by name. Raise UsageError for metrics without names."""
+    if not isinstance(metrics, Mapping | None):
+        each = metrics[0] if isinstance(metrics, list | tuple) and metrics else metrics
+        name = getattr(each, "__name__", "score")
+        raise UsageError(f"metrics is a {type(metrics).__name__}, without names", fix=f'metrics={{"{name}": …}}')
+    return dict(metrics or {})
+
+
+def _with_optimizer(chosen: tuple[Technique, ...], model: ModelSettings, module: Any) -> tuple[Technique, ...]:
     claims = {claim for each in chosen for claim in each.claims}
     defaults = {Claim.OPTIMIZER: "optimizers.adamw", Claim.SCHEDULE: "schedules.linear"}
     if Claim.OPTIMIZER in claims:
         return chosen
     added = [find(name)() for claim, name in defaults.items() if claim not in claims]
-    if model.folder and not model.reinitialize:
+    # `from_pretrained` names the weights in the config, and sets evaluation mode; a new model is in training mode
+    is_given = isinstance(module, nn.Module) and not module.training
+    weights = getattr(getattr(module, "config", None), "_name_or_path", "") if is_given else ""
+    if weights or (model.folder and not model.reinitialize):
         rate = fine_tuning_rate(each.name for each in chosen)
         added = [AdamW(lr=rate) if isinstance(each, AdamW) else each for each in added]
     return (*chosen, *added)

@@ -13,11 +13,12 @@ from rich.console import RenderableType
 from torch import nn
 
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.randomness import draws_of_caller
 from thrifty.core.recipe import Argument, Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.interface.plans import plan
-from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments, recipe_from
+from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments, named_metrics, recipe_from
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.run_endings import ending, next_commands
 from thrifty.interface.run_reports import RunReport, charts_of, report_run
@@ -41,7 +42,7 @@ OBJECTS = ("model", "data", "held_out", "loss", "metrics", "collate")
 
 
 class RunResult(MeasuredResult):
-    """A finished run: its folder and its summary. The model is loaded at the first access to `model`."""
+    """A finished run: its folder and its summary."""
 
     def __init__(self, folder: Path, summary: Mapping[str, Any], objects: UserObjects):
         self.folder, self.summary, self.objects = folder, summary, objects
@@ -56,19 +57,20 @@ class RunResult(MeasuredResult):
         """Held-out metrics at the last evaluation."""
         return dict(self.summary.get("held_out", {}))
 
-    @property
+    @cached_property
     def model(self) -> nn.Module:
-        """Trained model of the newest checkpoint; see `load_model`."""
+        """Trained model of the newest checkpoint, loaded at the first access; see `load_model`."""
         return self.load_model()
 
     def load_model(self, checkpoint: CheckpointChoice = "last") -> nn.Module:
         """Return the model of a checkpoint ("best", "last" or a step) in evaluation mode, with adapters merged.
         Adapters that cannot be merged, such as bottleneck adapters, remain.
         """
-        try:
-            return load_trained_model(self.folder, checkpoint, objects=self.objects)[0]
-        except RefusedError:
-            return load_trained_model(self.folder, checkpoint, plain=False, objects=self.objects)[0]
+        with draws_of_caller("cpu"):
+            try:
+                return load_trained_model(self.folder, checkpoint, objects=self.objects)[0]
+            except RefusedError:
+                return load_trained_model(self.folder, checkpoint, plain=False, objects=self.objects)[0]
 
     def report(self) -> RunReport:
         """Write the HTML page of the run, and return the run's key figures; see `thrifty.report`."""
@@ -211,6 +213,7 @@ def train(
         settings=settings,
         recipe=recipe,
     )
+    _refuse_single(observers)
     if memory is not None:
         chosen = replace(plan(chosen, memory=memory, allow="rounding", quiet=quiet).recipe, name=chosen.name)
     options = {"numbered": name is None, "origins": origins, "observers": observers, "quiet": quiet}
@@ -254,7 +257,8 @@ def resume(
         run = thrifty.resume("runs/mine", model=build_model, data=train_set, held_out=test_set, loss=loss)
     """
     own = {"model": model, "data": data, "held_out": held_out, "loss": loss, "collate": collate}
-    objects = UserObjects.from_arguments(**own, metrics=dict(metrics or {}))
+    _refuse_single(observers)
+    objects = UserObjects.from_arguments(**own, metrics=named_metrics(metrics))
     folder, chosen = _started(run, recipe, objects)
     options = {"budget": budget, "fork": fork, "drop_weights": drop_weights, "origins": origins}
     summary = on_ranks(ranks, trainer.resume, folder, chosen, **options, observers=observers, quiet=quiet)
@@ -295,11 +299,17 @@ def steps(
     if isinstance(run, RunResult) or (isinstance(run, str | Path) and is_run_folder(Path(run))):
         passed = {name: arguments[name] for name in OBJECTS if name in arguments}  # type: ignore[literal-required]
         folder, chosen = _started(run, None, UserObjects.from_arguments(**passed))
-        summary = yield from trainer.resume_steps(folder, chosen, quiet=quiet)
+        summary = yield from trainer.draws_apart(trainer.resume_steps(folder, chosen, quiet=quiet), chosen)
     else:
         chosen, is_unnamed = recipe_from("steps", run, arguments), arguments.get("name") is None
-        summary = yield from trainer.train_steps(chosen, Path(runs), numbered=is_unnamed, quiet=quiet)
+        started = trainer.train_steps(chosen, Path(runs), numbered=is_unnamed, quiet=quiet)
+        summary = yield from trainer.draws_apart(started, chosen)
     _uninterrupted(RunResult(Path(summary["folder"]), summary, chosen.objects))
+
+
+def _refuse_single(observers: Any) -> None:
+    if callable(observers):
+        raise UsageError("observers is a function, not a list of functions", fix="observers=[function]")
 
 
 def _started(run: RunResult | str | Path, recipe: Recipe | None, objects: UserObjects) -> tuple[Path, Recipe]:

@@ -73,7 +73,8 @@ class UserLoss(Objective):
         values, weights = _per_example(self._called(self.loss, model, batch, "the loss"), batch, "the loss")
         refuse_constant(values, "loss")
         is_mean = not values.ndim
-        if is_mean and not torch.is_grad_enabled() and not self.is_checked and not isinstance(values, FakeTensor):
+        is_evaluated = not (torch.is_grad_enabled() or model.training or isinstance(values, FakeTensor))
+        if is_mean and is_evaluated and not self.is_checked:
             self.is_checked = True
             self._refuse_sum(model, batch, values)
         losses = values.expand(len(batch)) if is_mean else values

@@ -88,6 +88,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         super().__init__([(name, each) for name, each in named_parameters if each.requires_grad], {})
         self.updates, self.born = 0, 0
         self.births: dict[str, int] = {}
+        self.unreached: set[str] = set()
+        self._is_first = True
         self.transform = transform if type(transform) is TransformChain else chain(transform)
         self.site = self.located(self.names, self.parameters)
 
@@ -147,6 +149,9 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def make_update(self) -> None:
         parameters = self.parameters
+        if self._is_first or self.unreached:
+            idle = {name for name, each in zip(self.names, parameters, strict=True) if each.grad is None}
+            self.unreached, self._is_first = idle if self._is_first else self.unreached & idle, False
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         self.site.update(gradients, parameters, self.updates, self.age)
         self.updates += 1

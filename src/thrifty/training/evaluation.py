@@ -105,6 +105,12 @@ def evaluate(
     return {name: (means | overall)[name] for name in ("loss", *objective.metrics)}
 
 
+def try_measures(model: nn.Module, objective: Objective, batch: Batch) -> None:
+    """Call the measures of an objective on a batch, to raise their errors early."""
+    with _evaluation_mode(model):
+        objective.measures(objective.predict(model, batch), batch)
+
+
 def _losses(objective: Objective, prediction: Prediction, batch: Batch) -> Tensor:
     """Return the losses of a batch in the format of `Objective.measures`."""
     losses = objective.losses(prediction, batch)

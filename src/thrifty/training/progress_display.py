@@ -158,3 +158,9 @@ class ProgressDisplay:
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, markup=False)
+
+    def answer(self, text: str) -> None:
+        """Print a text that answers a user's signal, also if the display is quiet."""
+        (Console(stderr=True, highlight=False) if self.quiet and rank() == 0 else self.console).print(
+            text, soft_wrap=True, markup=False
+        )

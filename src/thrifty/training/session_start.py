@@ -41,6 +41,7 @@ from thrifty.training.required_room import refuse_little_disk, refuse_little_mem
 from thrifty.training.run_environment import environment
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_setup import PreparedRun
+from thrifty.training.session_steps import session_steps
 from thrifty.training.time_budget import RunLength, TimeBudget
 from thrifty.training.train_session import Observer, Steps, TrainSession
 
@@ -130,7 +131,8 @@ def run_session(
             display.say(f"{technique.name}: {'; '.join(run.notes.get(technique.name, ()))}")
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     if log is None and ranks() == 1:
-        display.say(f"model {_name_of_model(recipe)}: {parameters:,} parameters")
+        copied = _about_copy(run) if recipe.model.weights == "given" else ""
+        display.say(f"model {_name_of_model(recipe)}: {parameters:,} parameters{copied}")
     explained = explanation.as_dict(run.notes) if explanation else known["explanation"]
     if known is reused:
         own = [{"settings": asdict(each), "touched": run.notes.get(each.name, [])} for each in run.techniques]
@@ -189,7 +191,7 @@ def run_session(
         recorded or {},
     )
     with set_freed_memory_policy(run):
-        summary = yield from session.steps(state, meter)
+        summary = yield from session_steps(session, state, meter)
     if rank() == 0:
         run_ledger.record_run(folder.path, summary)
     return summary
@@ -235,6 +237,12 @@ def _peak_of_earlier_parts(earlier: Mapping[str, Any], meter: MemoryMeter) -> di
 def _name_of_model(recipe: Recipe) -> str:
     model = recipe.model
     return model.build or (Path(model.folder).name if model.folder else model.preset)
+
+
+def _about_copy(run: Run) -> str:
+    rates = [getattr(one, "lr", None) for one in run.techniques if Claim.OPTIMIZER in one.claims]
+    rate = f" at lr={rates[0]:g}" if rates and isinstance(rates[0], float) else ""
+    return f"; a copy of the passed module is trained from its weights{rate}: run.model"
 
 
 def _partly_judged(prepared: PreparedRun) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from thrifty.core.state import TrainState
+from thrifty.core.state import TrainState, adopt_buffers
 from thrifty.optim.moment_formats import fill_moment, is_scales, opened, scales_name
 from thrifty.training import checkpoint
 from thrifty.training.checkpoint_writer import tensor_files
@@ -17,7 +17,10 @@ def load_state(state: TrainState, saved: checkpoint.FoundCheckpoint, ranks: Sing
     """Load a checkpoint into a state, bit for bit. The only exception is 8-bit moments whose blocks do not fit this
     mesh: they are dequantized and quantized again. Raise the errors of `checkpoint.fill`."""
     assert state.optimizer is not None
-    own, stored = state.tensors(), StoredTensorBoxes(tensor_files(saved.path))
+    stored = StoredTensorBoxes(tensor_files(saved.path))
+    assert state.model is not None
+    adopt_buffers(state.model, {name: (each[0].box.full, each[0].dtype) for name, each in stored.pieces.items()})
+    own = state.tensors()
     requantized = [name for name in own if _has_other_quantization(name, own, stored)]
     besides = {*requantized, *map(scales_name, requantized)}
     into = {name: tensor for name, tensor in own.items() if name not in besides}

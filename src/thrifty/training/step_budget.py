@@ -9,6 +9,7 @@ import torch
 
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core import mesh
+from thrifty.core.batches import any_examples
 from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.stages import Stage
@@ -76,7 +77,7 @@ def time_step(recipe: Recipe, plain: BaseRun, device: torch.device) -> float:
     seconds: list[float] = []
     budget, all_ranks = recipe.budget, process_group_sync()
     most = PROBING * (budget.seconds or math.inf) if budget.counts == "run" else math.inf
-    with deterministic_kernels(device, recipe.deterministic):
+    with deterministic_kernels(device, recipe.deterministic), any_examples():
         for step in range(run.steps - PROBED, run.steps):
             start = time.monotonic()
             run.backward(state.model, run.objective, run.source.at(step).to(device)).loss.item()

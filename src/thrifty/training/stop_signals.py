@@ -1,5 +1,6 @@
 """Stop requests: the run finishes the step, saves and exits. SIGTERM and SIGINT are stop requests with their usual exit
-codes. A second signal ends the process at once."""
+codes. A second signal ends the process at once; in Python, a second Ctrl-C ends only the run, because the process may
+be a notebook."""
 
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thrifty.core.errors import TYPED
 from thrifty.core.ranks import ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -27,6 +29,7 @@ class StopRequest:
         self.signal = 0
         self._say = say
         self._before: dict[int, Any] = {}
+        self._is_over = False
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
@@ -36,11 +39,22 @@ class StopRequest:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._is_over = True
+        for number in self._before:
+            if signal.getsignal(number) == self._remember:  # runs of `thrifty.steps` may end in any order
+                signal.signal(number, self._handler_before(number))
+
+    def _handler_before(self, number: int) -> Any:
+        """Return the handler before this run and before earlier runs that are over."""
+        handler = self._before[number]
+        run = getattr(handler, "__self__", None)
+        return run._handler_before(number) if isinstance(run, StopRequest) and run._is_over else handler
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.signal > ASKED:
+            if number == signal.SIGINT and TYPED not in os.environ and ranks() == 1:
+                self.__exit__()
+                raise KeyboardInterrupt
             os._exit(128 + number)
         self.signal = number
         again = "; Ctrl-C again ends at once, without saving" if number == signal.SIGINT else ""

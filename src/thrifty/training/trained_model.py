@@ -12,7 +12,7 @@ from thrifty.core.errors import UsageError, spelled
 from thrifty.core.model_spec import UserModelSpec
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
-from thrifty.core.state import fill_tensor, read_log
+from thrifty.core.state import adopt_buffers, fill_tensor, read_log
 from thrifty.core.user_objects import UserObjects
 from thrifty.core.user_sources import is_function_name
 from thrifty.data.run_metadata import read_model_spec
@@ -75,6 +75,7 @@ def load_trained_model(
     state = run.init_state(read_log(stored.scalars))
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None
+    adopt_buffers(model, {name: (value.shape, value.dtype) for name, value in stored.tensors.items()})
     for name, tensor in state.tensors().items():
         value = stored.tensors.get(name)
         if value is not None and value.shape == tensor.shape:

@@ -13,6 +13,7 @@ from thrifty.composition.compose import refuse_trained_start
 from thrifty.core.errors import IntegrityError, UsageError, for_reader
 from thrifty.core.old_names import rename_origins
 from thrifty.core.plain_values import differences, read_extension
+from thrifty.core.randomness import draws_of_caller
 from thrifty.core.ranks import rank
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.state import TrainState, read_log
@@ -36,7 +37,7 @@ from thrifty.training.time_budget import RunLength
 from thrifty.training.train_session import Observer, Steps
 
 FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
-"""Recipe sections that a resumed run may change, because they do not affect the computation."""
+"""Recipe sections that a resumed run may change, because they do not affect the computation. Metrics may change too."""
 
 
 @contextmanager
@@ -55,15 +56,30 @@ def claim_run_folder(path: Path, claim: Callable[[Path, Collection[str]], RunFol
 
 def train(recipe: Recipe, runs: Path = Path("runs"), **options: Any) -> dict[str, Any]:
     """Train a recipe in runs/NAME and return the summary; see `train_steps`."""
-    return _end_of(train_steps(recipe, runs, **options))
+    return _end_of(train_steps(recipe, runs, **options), recipe)
 
 
-def _end_of(steps: Steps) -> dict[str, Any]:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+def _end_of(steps: Steps, recipe: Recipe) -> dict[str, Any]:
+    with draws_of_caller(recipe.device):
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
+
+def draws_apart(steps: Steps, recipe: Recipe) -> Steps:
+    """Yield the records of `steps`. The caller's random numbers depend neither on the run nor on its seed."""
+    try:
+        while True:
+            with draws_of_caller(recipe.device):
+                try:
+                    record = next(steps)
+                except StopIteration as end:
+                    return end.value
+            yield record
+    finally:
+        steps.close()
 
 
 def train_steps(
@@ -95,7 +111,7 @@ def train_steps(
 
 def resume(folder: Path, recipe: Recipe, **options: Any) -> dict[str, Any]:
     """Resume a run to its end and return the summary; see `resume_steps`."""
-    return _end_of(resume_steps(folder, recipe, **options))
+    return _end_of(resume_steps(folder, recipe, **options), recipe)
 
 
 def resume_steps(
@@ -146,7 +162,7 @@ def rewind_run(
     data order and schedule continue from `step`. If the new run was interrupted, resume it."""
     with ranks_of(recipe), ProgressDisplay(quiet) as display:
         target = folder.parent / recipe.name
-        return _end_of(_fork(folder, recipe, target, origins or {}, display, rewound_to=step))
+        return _end_of(_fork(folder, recipe, target, origins or {}, display, rewound_to=step), recipe)
 
 
 def _resume(
@@ -245,8 +261,13 @@ def _binding(recipe: Recipe, started: Recipe | None = None) -> dict[str, Any]:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the differences between the binding parts of two recipes, in words."""
-    old, new = (recipe.get("python", {}).pop("sources", {}) for recipe in (before, now))
+    """Return the differences between the binding parts of two recipes, in words. Metrics are not binding."""
+    tables = [recipe.get("python", {}) for recipe in (before, now)]
+    of_metrics = {name for table in tables for name in table.pop("metric_sources", {})}
+    old, new = (table.pop("sources", {}) for table in tables)
+    for table in tables:
+        table.pop("metrics", None)
+    old = {name: value for name, value in old.items() if name in new or name not in of_metrics}
     edited = {name for name in old.keys() & new.keys() if old[name] != new[name]}
     other = [line.removeprefix("python.") for line in differences(before, now)]
     if not other:  # a function of another name has another source
