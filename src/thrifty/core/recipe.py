@@ -302,7 +302,10 @@ class Recipe:
         check_bounds(self, "recipe")
         ordered = sorted(self.techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
         object.__setattr__(self, "techniques", tuple(ordered))
-        passed = {name: text for name, text in vars(self.objects.described).items() if text}
+        described = self.objects.described
+        passed = {name: text for name, text in vars(described).items() if text}
+        if passed:
+            passed |= {"sources": described.sources, "metric_sources": described.metric_sources}
         object.__setattr__(self, "python", replace(self.python, **passed))
         if self.python.data:
             object.__setattr__(self, "data", replace(self.data, source="", sources={}))
