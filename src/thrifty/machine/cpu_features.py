@@ -44,6 +44,9 @@ def can_compile() -> bool:
 
 _ASSUMED: ContextVar[bool | None] = ContextVar("assumed", default=None)
 
+WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+"""Values of oneDNN's ONEDNN_MAX_CPU_ISA that exclude bfloat16 units."""
+
 
 @contextmanager
 def assume_bfloat16(units: bool) -> Iterator[None]:
@@ -63,6 +66,9 @@ def has_fast_bfloat16(device: str = "") -> bool:
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if platform.machine() in ("x86_64", "AMD64"):
+        limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+        if limit in WITHOUT_BFLOAT16:  # the library of matrix products then does not use such units
+            return False
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     information = Path("/proc/cpuinfo")
     return information.exists() and " bf16" in information.read_text()
