@@ -7,18 +7,18 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_runs import BATCH, CATALOGUE, MB, PLANNER, by_expectation, formula, searching
+from planned_runs import BATCH, CATALOGUE, MB, PLANNER, by_expectation, formula, on_a_clock, searching
 
 from thrifty.composition.compose import Run, compose, refuse_illegal
 from thrifty.core.errors import InfeasibleError, RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import Budget
 from thrifty.core.technique import Numerics
-from thrifty.planning import plan_search
+from thrifty.planning.candidate_trials import NEAR, TimeOf
 from thrifty.planning.cost_estimates import COUNTED_HIGH, StepTiming
 from thrifty.planning.forecast import PlanRequest
 from thrifty.planning.plan_candidate import PlanCandidate
-from thrifty.planning.plan_search import COUNTS, NEAR, PROBES, PlanSearch, TimeOf
+from thrifty.planning.plan_search import COUNTS, PROBES, PlanSearch
 from thrifty.planning.probe_jobs import ProbeError, ProbeTimeout
 from thrifty.planning.search_space import NUMERICS_ORDER
 
@@ -384,14 +384,8 @@ def test_errors_at_the_time_limit_suggest_more_seconds() -> None:
 
 
 def test_plans_without_probes_use_all_time_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = [0.0]
-    monkeypatch.setattr(plan_search, "monotonic", lambda: seconds[0])
-
-    def counted(run: Run) -> Footprint:
-        seconds[0] += 1.0
-        return formula(run)
-
-    search = searching(math.inf, Numerics.EXACT, count=counted, began=0.0)
+    _, how = on_a_clock(monkeypatch, lambda candidate: 0.0)
+    search = searching(math.inf, Numerics.EXACT, began=0.0, **(how | {"time": None}))
     allowed = 1.5 * sum(map(len, search.options.values()))
     search.allowance = lambda step: allowed
     search.run()
@@ -436,23 +430,13 @@ def test_candidates_without_free_memory_are_not_probed() -> None:
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_plans_end_at_their_time_limit(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = [0.0]
-    monkeypatch.setattr(plan_search, "monotonic", lambda: seconds[0])
-
-    def counted(run: Run) -> Footprint:
-        seconds[0] += 1.0
-        return formula(run)
-
-    def timed(candidate: PlanCandidate, bar: float) -> StepTiming:
-        seconds[0] += 12.0
-        return by_expectation(candidate)
-
+    seconds, how = on_a_clock(monkeypatch, lambda candidate: 12.0)
     memory = math.inf if fits else 420.0
-    search = searching(memory, Numerics.DIFFERENT, count=counted, time=timed, allowance=lambda step: 40.0, began=0.0)
+    search = searching(memory, Numerics.DIFFERENT, allowance=lambda step: 40.0, began=0.0, **how)
     best = search.run()
     assert seconds[0] <= 40.0 + 12.0 and best.timing and search.stopped
     assert "not counted" in " ".join(search.refused.values())
-    in_time = searching(memory, Numerics.DIFFERENT, count=counted, time=timed, began=seconds[0])
+    in_time = searching(memory, Numerics.DIFFERENT, began=seconds[0], **how)
     assert in_time.run().least_step <= best.least_step and not in_time.stopped
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_runs import CATALOGUE, PLANNER, by_expectation, formula, recipe, searching
+from planned_runs import CATALOGUE, PLANNER, by_expectation, formula, on_a_clock, recipe, searching
 
 from thrifty.composition.compose import Run
 from thrifty.core.footprint import Footprint
@@ -15,7 +15,6 @@ from thrifty.core.technique import Numerics
 from thrifty.core.user_objects import PythonObjects
 from thrifty.experiments.past_results import OWN, OWN_RESULTS, PastComparison, past_comparisons
 from thrifty.interface.plan_evidence import proven_gains
-from thrifty.planning import plan_search
 from thrifty.planning.cost_estimates import StepTiming
 from thrifty.planning.forecast import PlanRequest
 from thrifty.planning.plan_candidate import PlanCandidate
@@ -97,20 +96,8 @@ def test_slow_gains_do_not_hide_faster_steps() -> None:
 
 
 def test_short_planning_still_measures_the_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = [0.0]
-    monkeypatch.setattr(plan_search, "monotonic", lambda: seconds[0])
-
-    def counted(run: Run) -> Footprint:
-        seconds[0] += 1.0
-        return formula(run)
-
-    def timed(candidate: PlanCandidate, bar: float) -> StepTiming:
-        seconds[0] += 35.0 if candidate.is_compiled else 8.0
-        return by_expectation(candidate)
-
-    assert "optimizers.muon" in names(
-        planned(1.0, gains(), count=counted, time=timed, began=0.0, allowance=lambda step: 60.0)
-    )
+    _, how = on_a_clock(monkeypatch, lambda candidate: 35.0 if candidate.is_compiled else 8.0)
+    assert "optimizers.muon" in names(planned(1.0, gains(), began=0.0, allowance=lambda step: 60.0, **how))
 
 
 def test_slow_gains_are_not_taken_if_the_recipe_does_not_fit() -> None:

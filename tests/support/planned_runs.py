@@ -1,9 +1,10 @@
 """A small recipe to plan for, with counts and times by formulas instead of traces and processes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from tiny_runs import plain_run
 
@@ -12,6 +13,7 @@ from thrifty.composition.compose import Run
 from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import DataSettings, Recipe
 from thrifty.core.technique import Numerics, Technique
+from thrifty.planning import candidate_trials
 from thrifty.planning.cost_estimates import StepTiming
 from thrifty.planning.forecast import PlanRequest
 from thrifty.planning.forecast_ledger import PredictionRecord
@@ -73,6 +75,23 @@ def by_expectation(candidate: PlanCandidate, bar: float = math.inf) -> StepTimin
     assert candidate.footprint is not None
     seconds = candidate.relative * rows / candidate.batch
     return StepTiming((rows,), (seconds,), (seconds,), 0.0, 0.0, 0.0, 0.0, 0.0, candidate.footprint.memory)
+
+
+def on_a_clock(monkeypatch: pytest.MonkeyPatch, probe: Callable[[PlanCandidate], float]) -> tuple[list[float], dict]:
+    """Return a clock of planning, in seconds, and arguments of a search whose counts take 1 s and whose probes take
+    `probe(candidate)` seconds."""
+    seconds = [0.0]
+    monkeypatch.setattr(candidate_trials, "monotonic", lambda: seconds[0])
+
+    def counted(run: Run) -> Footprint:
+        seconds[0] += 1.0
+        return formula(run)
+
+    def timed(candidate: PlanCandidate, bar: float) -> StepTiming:
+        seconds[0] += probe(candidate)
+        return by_expectation(candidate)
+
+    return seconds, {"count": counted, "time": timed}
 
 
 TIMING = StepTiming((BATCH,), (1.0,), (1.0,), 0.25, 0.0, 5.0, 10.0, 2.0, 300.0)

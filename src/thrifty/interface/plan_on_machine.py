@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from thrifty.core.recipe import Recipe
     from thrifty.core.technique import Numerics
+    from thrifty.planning.candidate_trials import TimeOf
     from thrifty.planning.forecast import PlanRequest
     from thrifty.planning.plan_candidate import PlanCandidate
-    from thrifty.planning.plan_search import TimeOf
     from thrifty.planning.planner import Plan
     from thrifty.training.run_setup import PreparedRun
 

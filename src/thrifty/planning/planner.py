@@ -14,11 +14,12 @@ from thrifty.composition.fake_runs import trained_batch_norms
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics
 from thrifty.core.tensor_tracing import gc_frozen
+from thrifty.planning.candidate_trials import TimeOf
 from thrifty.planning.choice_explanations import ChoiceExplainer, ChoiceReason
 from thrifty.planning.forecast import MARGIN, UNSURE, Forecast, Forecaster, refuse_no_step
 from thrifty.planning.forecast_ledger import LedgerEntry, PredictionRecord, prediction_record
 from thrifty.planning.plan_candidate import PlanCandidate
-from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf
+from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch
 from thrifty.planning.proven_gains import ProvenGain
 from thrifty.planning.rank_options import RANKS, options_over_ranks
 from thrifty.planning.search_space import (
@@ -137,7 +138,6 @@ class Planner(Forecaster):
             self.request.memory,
             margin,
             self.time,
-            self.finalists,
             self.no_room,
             self.shared,
             self.process,
@@ -145,6 +145,7 @@ class Planner(Forecaster):
             self.free,
             self._allowance,
             self.began,
+            finalists=self.finalists,
             gains=self.gains,
             device=self.device,
             say=self.say,
