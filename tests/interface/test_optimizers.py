@@ -278,6 +278,22 @@ def test_groups_and_missing_gradients_act_as_in_torch() -> None:
     torch.testing.assert_close(*values, rtol=1e-12, atol=1e-14)
 
 
+def test_groups_with_equal_names_keep_their_own_settings() -> None:
+    rates, models = (1e-2, 1e-3), (network(), network())
+    groups = [{"params": each.named_parameters(), "lr": rate} for each, rate in zip(models, rates, strict=True)]
+    optimizer = thrifty.optim.AdamW(groups)
+    for step in range(4):
+        optimizer.zero_grad()
+        for model in models:
+            backward(model, step)
+        optimizer.step()
+    for model, rate in zip(models, rates, strict=True):
+        alone = network()
+        expected = train(alone, thrifty.optim.AdamW(alone, lr=rate), range(4))
+        actual = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", ["state dict", "deepcopy", "pickle", "file"])
 def test_a_copy_continues_to_the_same_bits(name: str, way: str, tmp_path: Any) -> None:

@@ -1,7 +1,8 @@
 """bfloat16 weights: rounding of the float32 sum, small updates, and combinations with other techniques."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from precision_work import CASES
 from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 from torch import Tensor, nn
 
+import thrifty
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import count
 from thrifty.core.backward import plain_backward
@@ -357,3 +359,32 @@ def test_masked_weights_have_no_compensation(optimizer: str, rounding: Rounding)
     for _ in range(3):
         advance(run, state, 1)
         run.verify(state)
+
+
+def moved_by_hand(kind: Any, rounding: Rounding, steps: Mapping[int, Sequence[int]], late: int = -1) -> list[Tensor]:
+    """Return the weights of layers with gradients in their own `steps`. The layer `late` is added at its first step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 24, bias=False), nn.Linear(32, 24, bias=False), nn.Linear(24, 32, bias=False))
+    for index, layer in enumerate(model):
+        layer.requires_grad_(index in steps and index != late)
+    optimizer = kind(model, lr=0.1)
+    thrifty.apply((model, optimizer), "bfloat16_weights", rounding=rounding)
+    for step in range(6):
+        for index, own in steps.items():
+            weight = model[index].weight
+            if index == late and step == own[0]:
+                optimizer.add_param_group({"params": [(f"{index}.weight", weight.requires_grad_(True))]})
+            gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(10 * step + index))
+            weight.grad = gradient.bfloat16() if step in own else None
+        optimizer.step()
+    return [layer.weight.detach() for layer in model]
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kind", [thrifty.optim.AdamW, thrifty.optim.Muon])
+def test_late_parameters_and_missing_gradients_keep_state(kind: Any, rounding: Rounding) -> None:
+    steps = {0: (0, 1, 3, 4, 5), 1: (0, 1, 2, 3, 4, 5), 2: (3, 4, 5)}
+    together = moved_by_hand(kind, rounding, steps, late=2)
+    for index, own in steps.items():
+        alone = moved_by_hand(kind, rounding, {index: own})[index]
+        torch.testing.assert_close(together[index], alone, rtol=0, atol=0.05)

@@ -7,8 +7,10 @@ import torch
 from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 from torch import Tensor, nn
 
+import thrifty
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
+from thrifty.composition.technique_optimizer import TechniqueOptimizer
 from thrifty.core.errors import RefusedError
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.technique import Technique
@@ -46,10 +48,13 @@ OPTIMIZERS: dict[str, Callable[[], GradientTransform]] = {
 }
 
 
-def made(transform: GradientTransform, shapes: dict[str, tuple[int, ...]] = SHAPES) -> TransformOptimizer:
+def parameters(shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[tuple[str, nn.Parameter]]:
     generator = torch.Generator().manual_seed(0)
-    named = [(name, nn.Parameter(torch.randn(shape, generator=generator))) for name, shape in shapes.items()]
-    return TransformOptimizer(named, transform)
+    return [(name, nn.Parameter(torch.randn(shape, generator=generator))) for name, shape in shapes.items()]
+
+
+def made(transform: GradientTransform, shapes: dict[str, tuple[int, ...]] = SHAPES) -> TransformOptimizer:
+    return TransformOptimizer(parameters(shapes), transform)
 
 
 def gradients_of(step: int, optimizer: TransformOptimizer) -> list[Tensor]:
@@ -84,6 +89,30 @@ def test_ten_steps_stay_close_to_float32(name: str, form: str) -> None:
     found = joined(trained(made(with_compact_state(make(), FORMATS[form], 1)), 10).parameters)
     assert (found - plain).norm() <= {"int8": 0.12, "bfloat16": 0.008}[form] * (plain - start).norm()
     assert (found == plain).all() == (name == "adafactor")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda named: thrifty.optim.AdamW(named, lr=1e-2),
+        lambda named: thrifty.optim.Muon(named, lr=1e-2, precision="float32"),
+    ],
+    ids=["adamw", "muon"],
+)
+def test_a_missing_gradient_keeps_moments_quantized(make: Callable[..., TechniqueOptimizer], form: str) -> None:
+    plain, packed = make(parameters()), make(parameters())
+    thrifty.apply(packed, "optimizer_state", format=form, min_elements=1)
+    start = joined(plain.parameters)
+    for optimizer in (plain, packed):
+        for step in range(10):
+            gradients = gradients_of(step, optimizer)
+            for index, (parameter, gradient) in enumerate(zip(optimizer.parameters, gradients, strict=True)):
+                parameter.grad = None if step == 3 and index < 2 else gradient
+            optimizer.step()
+    wanted = joined(plain.parameters)
+    distance = (joined(packed.parameters) - wanted).norm()
+    assert 0 < distance <= {"int8": 0.15, "bfloat16": 0.01}[form] * (wanted - start).norm()
 
 
 @pytest.mark.parametrize("form", FORMATS)

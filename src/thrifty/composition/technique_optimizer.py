@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.gradient_transform import GradientTransform, Slots, StateAge, TransformChain, chain
+from thrifty.core.gradient_transform import GradientTransform, Slots, TransformChain, chain
 from thrifty.core.old_names import order_key
 from thrifty.core.run_relative_settings import refuse_shares, resolve_moments
 from thrifty.core.stages import HOW
@@ -234,7 +234,7 @@ class TechniqueOptimizer(TransformOptimizer):
     @torch._disable_dynamo
     def _locate(self, active: list[int]) -> None:
         """Prepare the update of the parameters with these indices. Parameters added later have their own age."""
-        parameters = self.parameters
+        parameters, all_names = self.parameters, self.names
         groups = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         key = [(id(parameters[index]), groups[index], self.updates - self._steps[index]) for index in active]
         settings = [self._settings(group) for group in self.param_groups]
@@ -246,24 +246,17 @@ class TechniqueOptimizer(TransformOptimizer):
                 self.site.prepare(own)
             return
         is_known = self._key is not None
-        names = [name for index, name in enumerate(self.names) if index in set(active)]
         labels = [f"group{group}" + (f"@{born}" if born else "") for _, group, born in key]
         self._chains = {
             label: (group, self._chain(self.param_groups[group], born))
             for label, (_, group, born) in zip(labels, key, strict=True)
         }
-        if set(labels) == {"group0"}:
-            inner: GradientTransform = self._chains["group0"][1]
-        else:
-            label_of = dict(zip(names, labels, strict=True))
-            inner = ParameterPartition(
-                (label, lambda name, parameter, own=label: label_of[name] == own, each)
-                for label, (_, each) in self._chains.items()
-            )
-        self.transform = self._with_added(inner)
+        chains = {label: each for label, (_, each) in self._chains.items()}
+        is_one = set(labels) == {"group0"}
+        self.transform = self._with_added(chains["group0"] if is_one else GroupPartition(chains, labels))
         # new state applies its initial masks to the weights, but the loaded masks differ
         values = [each.detach().clone() for each in own] if self.updates and self.added else []
-        self.site = self.located(names, own)
+        self.site = self.located([all_names[index] for index in active], own)
         for parameter, value in zip(own, values, strict=bool(values)):
             parameter.data.copy_(value)
         self._tuned = settings
@@ -271,12 +264,13 @@ class TechniqueOptimizer(TransformOptimizer):
         self._key = key
 
     def _chain(self, group: Mapping[str, Any], born: int) -> TransformChain:
-        transform = self._technique(self._settings(group)).update(GradientTransform())
-        elements = transform.elements.values() if type(transform) is TransformChain else [transform]
-        for element in elements if group[DECAYS_ALL] else ():
+        transform = chain(self._technique(self._settings(group)).update(GradientTransform()))
+        for element in transform.elements.values() if group[DECAYS_ALL] else ():
             if isinstance(element, AddDecayedWeights):
                 element.where = _everything
-        return LateChain([*elements], born) if born else chain(transform)
+        for element in _elements_of(transform) if born else ():
+            element.born = born
+        return transform
 
     def _with_added(self, optimizer: GradientTransform) -> TransformChain:
         """Return the optimizer wrapped by the added techniques, as in `Run.transform`."""
@@ -335,16 +329,32 @@ class TechniqueOptimizer(TransformOptimizer):
                 self.site.apply_constraints(parameters)
 
 
-class LateChain(TransformChain):
-    """Chain for parameters that were added after `born` updates."""
+class GroupPartition(ParameterPartition):
+    """Partition by position, because two parameter groups may use the same name. `own_labels` has the label of each
+    parameter."""
 
-    def __init__(self, elements: Sequence[GradientTransform], born: int):
-        super().__init__(elements)
-        self.born = born
+    def __init__(self, chains: Mapping[str, TransformChain], own_labels: Sequence[str]):
+        super().__init__((label, _everything, each) for label, each in chains.items())
+        self.own_labels = own_labels
 
-    def scalars(self, step: int, age: int) -> dict[str, float]:
-        whole = age if isinstance(age, StateAge) else StateAge(age)
-        return super().scalars(step - self.born, whole.less(self.born))
+    def labels(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Sequence[str]:
+        return self.own_labels
+
+    def mapped(self, change: Callable[[GradientTransform], GradientTransform]) -> ParameterPartition:
+        # each group keeps a chain, so that slots have the same names with one group and with several
+        return super().mapped(lambda transform: chain(change(transform)))
+
+
+def _elements_of(transform: GradientTransform) -> Iterator[GradientTransform]:
+    """Yield the elements of a transform, also inside chains and partitions."""
+    if isinstance(transform, TransformChain):
+        for element in transform.elements.values():
+            yield from _elements_of(element)
+    elif isinstance(transform, ParameterPartition):
+        for _, member in transform.rules.values():
+            yield from _elements_of(member)
+    else:
+        yield transform
 
 
 def adopt_settings(transform: GradientTransform, other: GradientTransform) -> None:

@@ -30,6 +30,9 @@ Content = Literal["weights", "differences", "squares", "moments"]
 T = TypeVar("T")
 MASK_MOVE = "move"
 """Scalar that is nonzero in an update that changes masks. Promises about masks are checked after such an update."""
+SCORING = "scoring"
+"""Scalar that is nonzero in an update that only scores weights. It needs the gradients of all parameters; a missing
+gradient then counts as zero."""
 COMPENSATION = "compensation"
 """Slot for the rounding errors of weights. The masks of weights also apply to this slot."""
 
@@ -52,7 +55,9 @@ class StateAge(int):
 
     def less(self, updates: int) -> "StateAge":
         """Return the age minus the first `updates` updates."""
-        base = self.base - updates
+        if not updates:
+            return self
+        base = max(self.base - updates, 0)
         return StateAge(min(self, base), {key: min(age, base) for key, age in self.younger.items()}, base)
 
 
@@ -69,6 +74,8 @@ class GradientTransform:
 
     name = "identity"
     reach = TransformScope.ALL
+    born = 0
+    """Number of updates before the parameters of this element were added to the optimizer."""
     weights: frozenset[str] = frozenset()
     """Slots that hold weights, not moments of gradients. Techniques that quantize moments skip these slots."""
     squares: frozenset[str] = frozenset()
@@ -135,9 +142,9 @@ def without_prefix(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
 
 
 def inner_scalars(key: str, transform: GradientTransform, step: int, age: int) -> dict[str, float]:
-    """Return the scalars of an inner transform, with `key` as prefix."""
+    """Return the scalars of an inner transform, with `key` as prefix. Its steps and its age count from its birth."""
     whole = age if isinstance(age, StateAge) else StateAge(age)
-    return with_prefix(key, transform.scalars(step, whole.below(key)))
+    return with_prefix(key, transform.scalars(step - transform.born, whole.below(key).less(transform.born)))
 
 
 def inner_owner(key: str, transform: GradientTransform, slot: str) -> str:

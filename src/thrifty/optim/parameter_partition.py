@@ -1,6 +1,6 @@
 """Partition of parameters among gradient transforms: each parameter is updated by exactly one transform."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -45,6 +45,16 @@ class ParameterPartition(GradientTransform):
             fix='add a last rule ("rest", lambda name, parameter: True, …)',
         )
 
+    def labels(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Sequence[str]:
+        """Return the label of each parameter."""
+        return [self.label_of(*pair) for pair in zip(names, parameters, strict=True)]
+
+    def mapped(self, change: Callable[[GradientTransform], GradientTransform]) -> "ParameterPartition":
+        """Return the same partition with `change(transform)` in place of each rule's transform."""
+        changed = copy(self)
+        changed.rules = {label: (rule, change(transform)) for label, (rule, transform) in self.rules.items()}
+        return changed
+
     def scalars(self, step: int, age: int) -> dict[str, float]:
         numbers: dict[str, float] = {}
         for label, (_, transform) in self.rules.items():
@@ -53,8 +63,8 @@ class ParameterPartition(GradientTransform):
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         self.members = {label: [] for label in self.rules}
-        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-            self.members[self.label_of(name, parameter)].append(index)
+        for index, label in enumerate(self.labels(names, parameters)):
+            self.members[label].append(index)
         slots: Slots = {}
         for label, (_, transform) in self.rules.items():
             own = self.members[label]

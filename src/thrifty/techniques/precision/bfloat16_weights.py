@@ -183,16 +183,12 @@ def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> Gradi
         if isinstance(element, ParameterPartition) and all(
             other.reach is not TransformScope.ALL for other in (*before, *after)
         ):
-            parts = copy(element)
-            parts.rules = {
-                # transforms store data of their parameters, so each member needs a copy
-                label: (
-                    rule,
-                    _rounded([*deepcopy(before), *chain(inner).elements.values(), *deepcopy(after)], rounding),
+            # transforms store data of their parameters, so each member needs a copy
+            return element.mapped(
+                lambda inner, before=before, after=after: _rounded(
+                    [*deepcopy(before), *chain(inner).elements.values(), *deepcopy(after)], rounding
                 )
-                for label, (rule, inner) in element.rules.items()
-            }
-            return parts
+            )
     return Float32Update(chain(*elements), rounding)
 
 

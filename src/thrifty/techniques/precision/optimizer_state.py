@@ -58,7 +58,8 @@ class CompactStateTransform(GradientTransform):
 
     def __init__(self, element: GradientTransform, form: StateFormat, smallest: int):
         self.element, self.form, self.smallest = element, form, smallest
-        self.name, self.weights, self.squares = element.name, element.weights, element.squares
+        self.name, self.born = element.name, element.born
+        self.weights, self.squares = element.weights, element.squares
         self.stored: dict[str, dict[int, int]] = {}
         """Number of quantized blocks per row on this rank, by slot and parameter."""
 
@@ -167,12 +168,8 @@ def with_compact_state(
     """
     if type(transform) is TransformChain:
         return chain(*(with_compact_state(element, form, smallest) for element in transform.elements.values()))
-    if type(transform) is ParameterPartition:
-        compact = copy(transform)
-        compact.rules = {
-            label: (rule, with_compact_state(inner, form, smallest)) for label, (rule, inner) in transform.rules.items()
-        }
-        return compact
+    if isinstance(transform, ParameterPartition):
+        return transform.mapped(lambda inner: with_compact_state(inner, form, smallest))
     stateless = type(transform).init in (GradientTransform.init, SelectiveTransform.init)
     return (
         transform if stateless or not changes_updates(transform) else CompactStateTransform(transform, form(), smallest)
