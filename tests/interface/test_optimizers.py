@@ -239,6 +239,21 @@ def test_a_setting_can_change_between_steps(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.1), (0.1, 0.0)])
+def test_weight_decay_starts_and_stops_between_steps(name: str, before: float, after: float) -> None:
+    model = network()
+    optimizer = make(name, model, weight_decay=before)
+    train(model, optimizer, range(3))
+    again = copy.deepcopy(model)
+    other = make(name, again, weight_decay=after)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["weight_decay"] = after
+    other.load_state_dict(state)
+    optimizer.param_groups[0]["weight_decay"] = after
+    assert torch.equal(train(model, optimizer, range(3, 6)), train(again, other, range(3, 6)))
+
+
 def test_a_setting_that_needs_another_state_cannot_change() -> None:
     model = network()
     optimizer = thrifty.optim.AdamW(model)

@@ -32,7 +32,7 @@ from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.optim import chunked_update
 from thrifty.optim.torch_optimizer import TransformOptimizer
-from thrifty.optim.transform_elements import ScaleBySchedule
+from thrifty.optim.transform_elements import AddDecayedWeights, ScaleBySchedule
 from thrifty.techniques.optimizers.adafactor import adafactor
 from thrifty.techniques.optimizers.lamb import lamb
 from thrifty.techniques.optimizers.lars import lars
@@ -87,6 +87,13 @@ def test_sgd_adds_decay_before_momentum(momentum: float, nesterov: bool) -> None
 def test_sgd_without_momentum_has_no_state() -> None:
     optimizer = TransformOptimizer(parameters().items(), sgd(momentum=0.0))
     assert optimizer.slots == {}
+
+
+@pytest.mark.parametrize("make", [sgd, lamb, adafactor, schedule_free])
+def test_a_weight_decay_of_zero_changes_no_bit(make: Callable[..., Any]) -> None:
+    plain = chain(*(e for e in make(weight_decay=0.0).elements.values() if not isinstance(e, AddDecayedWeights)))
+    found, wanted = (trained(each, dtype=torch.float32) for each in (make(weight_decay=0.0), plain))
+    assert all(torch.equal(found[name], wanted[name]) for name in SHAPES)
 
 
 @pytest.mark.parametrize("rate", ["outside", "inside"])

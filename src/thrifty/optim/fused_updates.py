@@ -127,7 +127,7 @@ class FusedAdamTransform(GradientTransform):
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         decay = self.decay.decay if self.decay else 0.0
-        chosen = set(self.decay.chosen) if self.decay else set()
+        chosen = set(self.decay.chosen) if self.decay and decay else set()
         steps = [p * decay if i in chosen else torch.zeros_like(p) for i, p in enumerate(parameters)]
         # without a first moment, pass the gradients as the moment: the kernel then writes back the same values
         mean = slots["mean"] if self.adam.beta1 else updates

@@ -21,6 +21,7 @@ from thrifty.core.gradient_transform import (
 from thrifty.optim.chunked_update import ChunkedUpdate, UpdateExecutor
 from thrifty.optim.fused_updates import fuse_elements, fused_tail, without_factors
 from thrifty.optim.parameter_partition import ParameterPartition
+from thrifty.optim.transform_elements import AddDecayedWeights
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ def split_chain(chain: TransformChain, parameters: Sequence[Tensor]) -> tuple[Tr
 
 def update_tail(chain: TransformChain, parameters: Sequence[Tensor]) -> UpdateExecutor:
     """Return the executor for a chain. No element may have scope `ALL`."""
+    # a weight decay of 0 is left out, so that the addition to the parameters still applies the last scalar factors
+    acting = [key for key, each in chain.elements.items() if not isinstance(each, AddDecayedWeights) or each.decay]
+    chain = chain.part(acting)
     for key, element in chain.elements.items():
         if isinstance(element, ParameterPartition):
             chains = [(own, member_chain(chain, key, element, label)) for label, own in element.members.items()]

@@ -131,7 +131,7 @@ def adafactor(
         ScaleByFactoredSquare(decay, clip_threshold, eps1),
         ScaleByParameterSize(eps2),
         ScaleBySchedule(lambda step: -relative_step(step, lr), name="scale_by_relative_step"),
-        AddDecayedWeights(-lr * weight_decay) if weight_decay else GradientTransform(),
+        AddDecayedWeights(-lr * weight_decay),
     )
 
 

@@ -39,7 +39,7 @@ def lamb(
     """
     return chain(
         ScaleByAdam(*betas, eps, correct),
-        AddDecayedWeights(weight_decay) if weight_decay else GradientTransform(),
+        AddDecayedWeights(weight_decay),
         ScaleByTrustRatio(bounds=norm_bounds, slices=slices),
         scale_by_learning_rate(lr),
     )

@@ -118,7 +118,7 @@ def schedule_free(
     """
     return chain(
         ScaleByAdam(0.0, betas[1], eps),
-        AddDecayedWeights(weight_decay) if weight_decay else GradientTransform(),
+        AddDecayedWeights(weight_decay),
         factors or GradientTransform(),
         ScheduleFreeTransform(lr, betas[0], warmup, power, rate_power),
     )

@@ -28,7 +28,7 @@ def sgd(
     g += weight_decay · w; v = momentum · v + g; w -= lr · v. With `nesterov`, w -= lr · (g + momentum · v).
     """
     return chain(
-        AddDecayedWeights(weight_decay) if weight_decay else GradientTransform(),
+        AddDecayedWeights(weight_decay),
         ScaleByMomentum(momentum, nesterov) if momentum else GradientTransform(),
         scale_by_learning_rate(lr),
     )
