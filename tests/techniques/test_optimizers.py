@@ -222,6 +222,17 @@ def test_soap_survives_rows_of_zeros() -> None:
     assert all(math.isfinite(record.loss) for record in records)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_soap_decomposes_in_float32_for_16_bit_parameters(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(dtype))
+    optimizer, start = TransformOptimizer([("weight", weight)], soap(0.05, every=2)), float(weight.detach().norm())
+    for _ in range(40):
+        weight.grad = weight.detach().clone()
+        optimizer.step()
+    assert float(weight.detach().norm()) < 0.5 * start and weight.dtype == dtype
+    assert optimizer.slots["scale_by_soap.left_axes"][0].dtype == torch.float32
+
+
 def test_adafactor_equals_the_paper_as_torch_reads_it() -> None:
     def rule(name: str, t: int, w: Tensor, g: Tensor, memory: dict[str, Tensor]) -> Tensor:
         fresh, eps = t**-0.8, 1e-3

@@ -104,7 +104,7 @@ class ScaleBySoap(GradientTransform):
     """Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, algorithm 3).
 
     Parameters that are not matrices, and dims longer than `max_dim`, are not rotated. The eigenvectors are updated once
-    in `every` steps. The first update is zero.
+    in `every` steps, in float32 for 16-bit parameters. The first update is zero.
     """
 
     name = "scale_by_soap"
@@ -131,14 +131,16 @@ class ScaleBySoap(GradientTransform):
     def _side(self, parameter: Tensor, dim: int) -> Tensor:
         size = parameter.shape[dim] if parameter.ndim == 2 and parameter.shape[dim] <= self.max_dim else 0
         here = parameter.to_local() if is_dtensor(parameter) else parameter
-        return match_layout(here.new_zeros(size, size) if size else here.new_zeros(0), parameter)
+        zeros = here.new_zeros((size, size) if size else 0, dtype=_wide(parameter))
+        return match_layout(zeros, parameter)
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         sides = {slot: [side if side.numel() else None for side in local_tensors(slots[slot])] for slot in self.weights}
         for i, update in enumerate(updates):
             moments = slots["mean"][i], slots["square"][i]
             order = order_of(parameters[i])
-            gradient, mean, square = (full_values(tensor, order) for tensor in (update, *moments))
+            whole = (full_values(tensor, order) for tensor in (update, *moments))
+            gradient, mean, square = (tensor.to(_wide(tensor)) for tensor in whole)
             spread = sides["left_spread"][i], sides["right_spread"][i]
             axes = sides["left_axes"][i], sides["right_axes"][i]
             step = torch.zeros_like(gradient)
@@ -154,6 +156,11 @@ class ScaleBySoap(GradientTransform):
                 if new is not tensor:
                     tensor.copy_(match_layout(new, tensor, order))
         return updates
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the tensor's dtype, or float32 if that is wider, because decompositions do not support 16 bits."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def soap(
