@@ -348,3 +348,18 @@ def test_model_without_large_matrices_is_refused() -> None:
         OptimizerState().model(nn.Linear(63, 64))
     assert "--set techniques.precision.optimizer_state.min_elements=1" in refused.value.fix
     OptimizerState(min_elements=1).model(nn.Linear(63, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_moments_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    model = nn.Linear(256, 64).to(dtype)
+    optimizer = thrifty.apply(thrifty.optim.AdamW(model), "optimizer_state")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RefusedError, match=r"the moments of 'weight' are \w+, and only float32 moments are quantized"):
+        optimizer.step()
+    if dtype is torch.bfloat16:
+        model, optimizer = thrifty.apply((model, thrifty.optim.AdamW(model)), "bfloat16_weights")
+        optimizer = thrifty.apply(optimizer, "optimizer_state")
+        optimizer.step()
+        assert optimizer.state[model.weight]["in_float32.scale_by_adam.mean"].dtype == torch.uint8

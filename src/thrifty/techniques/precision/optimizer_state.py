@@ -86,7 +86,24 @@ class CompactStateTransform(GradientTransform):
                 like = moments[i]
                 for part, tensor in zip(self.form.parts, self._closed(slot, i, like, None), strict=True):
                     slots[slot + part][i] = divided_like(like, tensor)
+        if not any(self.stored.values()):
+            self._refuse_other_dtypes(slots, names, parameters)
         return slots
+
+    def _refuse_other_dtypes(self, slots: Slots, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        """Raise RefusedError if no moment is quantized because large moments are not float32."""
+        for slot, moments in slots.items():
+            for name, moment, parameter in zip(names, moments, parameters, strict=True):
+                is_other = moment.is_floating_point() and moment.dtype != torch.float32
+                is_moment = slot not in self.weights and moment.shape == parameter.shape
+                if is_other and is_moment and is_large(parameter, self.smallest):
+                    dtype = str(moment.dtype).removeprefix("torch.")
+                    raise RefusedError(
+                        f"{OptimizerState.name}: the moments of {name!r} are {dtype}, and only float32 moments are "
+                        "quantized",
+                        fix="model.float() before the optimizer is built; or, for 16-bit weights, "
+                        "thrifty.apply((model, optimizer), 'bfloat16_weights')",
+                    )
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         opened = self._open(slots)
