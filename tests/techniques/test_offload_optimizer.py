@@ -1,6 +1,8 @@
 """Optimizer offloading: bit-identical runs with any optimizer, and delayed updates against a reference."""
 
+import copy
 import statistics
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -24,6 +26,7 @@ from tiny_runs import (
 )
 from torch import Tensor, nn
 
+import thrifty
 from thrifty import techniques
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
@@ -277,3 +280,52 @@ def test_delay_combines_with_growth_and_masks(name: str, settings: dict[str, Any
     again.verify(resumed)
     advance(again, resumed)
     assert_same(snapshot(resumed), snapshot(state))
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
+
+
+def step_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Make a step in which one weight may lack a gradient."""
+    for index, parameter in enumerate(model.parameters()):
+        gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + index))
+        parameter.grad = None if step == 4 and index == 2 else gradient
+    optimizer.step()
+
+
+def test_a_delayed_update_ends_before_its_state_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_move(self: HostCopyUpdate, *work: Any, move: Callable = HostCopyUpdate.move) -> None:
+        time.sleep(0.05)
+        move(self, *work)
+
+    monkeypatch.setattr(HostCopyUpdate, "move", slow_move)
+    weights = []
+    for is_joined in (False, True):
+        model = layers()
+        optimizer = thrifty.apply(thrifty.optim.AdamW(model), "offload_optimizer", to="simulated", delay=True, after=1)
+        for step in range(6):
+            step_by_hand(model, optimizer, step)
+            if is_joined:
+                optimizer.site.join()
+        state = copy.deepcopy(optimizer.state_dict()["state"])
+        optimizer.site.join()
+        torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize("to", TIERS)
+def test_masked_copies_follow_a_missing_gradient(to: Where) -> None:
+    weights = []
+    for is_offloaded in (False, True):
+        model = layers()
+        pair = model, thrifty.optim.AdamW(model)
+        chosen = [("set", {"every": 2, "until": 8}), ("offload_optimizer", {"to": to})]
+        for name, settings in chosen[: 1 + is_offloaded]:
+            pair = thrifty.apply(pair, name, **settings)
+        for step in range(7):
+            step_by_hand(*pair, step)
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.equal, *weights))

@@ -177,6 +177,10 @@ class TechniqueOptimizer(TransformOptimizer):
         self._locate(list(range(len(self._steps))))
         super().apply_constraints()
 
+    def state_dict(self) -> dict[str, Any]:
+        self._join()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict. Raise UsageError, before any change, if the state dict belongs to another optimizer."""
         backup = self.__getstate__()
@@ -205,8 +209,14 @@ class TechniqueOptimizer(TransformOptimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
+        self._join()
         own = {name: getattr(self, name) for name in ("total_steps", "added", "updates", "born", "births", "_steps")}
         return {**super().__getstate__(), **own, "marks": [marks_of(each) for each in self.parameters]}
+
+    def _join(self) -> None:
+        """Wait for an update that is still being computed, because it changes the state."""
+        if hasattr(self, "site"):
+            self.site.join()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({name: value for name, value in state.items() if name != "marks"})
@@ -245,7 +255,8 @@ class TechniqueOptimizer(TransformOptimizer):
                 self._tune(settings)
                 self.site.prepare(own)
             return
-        is_known = self._key is not None
+        self._join()
+        is_known, is_new = self._key is not None, not self.state
         labels = [f"group{group}" + (f"@{born}" if born else "") for _, group, born in key]
         self._chains = {
             label: (group, self._chain(self.param_groups[group], born))
@@ -254,13 +265,16 @@ class TechniqueOptimizer(TransformOptimizer):
         chains = {label: each for label, (_, each) in self._chains.items()}
         is_one = set(labels) == {"group0"}
         self.transform = self._with_added(chains["group0"] if is_one else GroupPartition(chains, labels))
-        # new state applies its initial masks to the weights, but the loaded masks differ
-        values = [each.detach().clone() for each in own] if self.updates and self.added else []
+        # new state applies its initial masks to the weights, but the present masks differ
+        values = [each.detach().clone() for each in own] if self.added and not is_new else []
         self.site = self.located([all_names[index] for index in active], own)
-        for parameter, value in zip(own, values, strict=bool(values)):
-            parameter.data.copy_(value)
-        self._tuned = settings
-        self._fill(own, labels, is_known)
+        with torch.no_grad():  # not by `data`, because copies on the host follow the parameters' versions
+            for parameter, value in zip(own, values, strict=bool(values)):
+                parameter.copy_(value)
+            self._tuned = settings
+            self._fill(own, labels, is_known)
+            if not is_new:
+                self.site.apply_constraints(own)
         self._key = key
 
     def _chain(self, group: Mapping[str, Any], born: int) -> TransformChain:
@@ -299,12 +313,10 @@ class TechniqueOptimizer(TransformOptimizer):
         """Copy the present state to the new `UpdateLocation`, and put the tensors of that location into
         `self.state`."""
         counts: dict[str, Tensor] = {}
-        restored = False
         for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
             slots = dict(_slots_of(self.site.slots, place))
             stored = self.state.get(parameter, {})
             if stored:
-                restored = True
                 if not is_known and (lost := stored.keys() - slots.keys() - {"step"}):
                     raise UsageError(
                         f"this state has {min(lost)!r} of a technique that the optimizer lacks",
@@ -324,9 +336,6 @@ class TechniqueOptimizer(TransformOptimizer):
             current = dict(_slots_of(self.site.slots, place))
             self.state[parameter] = {"step": counts[label], **{slot: tensor for slot, (_, tensor) in current.items()}}
         self._counts = list(counts.values())
-        if restored:
-            with torch.no_grad():
-                self.site.apply_constraints(parameters)
 
 
 class GroupPartition(ParameterPartition):

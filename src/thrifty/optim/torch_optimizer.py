@@ -41,6 +41,9 @@ class UpdateLocation:
         """Split the chain into head and tail. Call it again if settings of the chain change."""
         self.head, self.tail = split_chain(self.transform, parameters)
 
+    def join(self) -> None:
+        """Wait for an update that is still being computed."""
+
     @property
     def slots(self) -> Slots:
         """State that a checkpoint must store."""
