@@ -3,8 +3,9 @@
 import pytest
 import torch
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
-from torch import Tensor
+from torch import Tensor, nn
 
+import thrifty
 from thrifty.composition.compose import compose
 from thrifty.core.gradient_transform import chain
 from thrifty.optim.torch_optimizer import TransformOptimizer
@@ -85,3 +86,25 @@ def test_resume_between_scoring_steps_is_exact() -> None:
     resumed = restored(run, saved)
     advance(run, resumed)
     assert_same(snapshot(resumed), snapshot(state))
+
+
+def test_missing_gradients_are_zero_in_scoring_steps() -> None:
+    results = []
+    for is_missing in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)), nn.Linear(6, 2))
+        optimizer = thrifty.optim.AdamW(model, lr=0.1)
+        thrifty.apply((model, optimizer), "snip", density=0.3, scoring_steps=2)
+        for step in range(4):
+            for index, parameter in enumerate(model.parameters()):
+                gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + index))
+                is_used = step > 1 or index not in (1, 2)
+                parameter.grad = gradient if is_used else None if is_missing else torch.zeros_like(gradient)
+            optimizer.step()
+        results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*results) and results[0].isfinite().all()
+    late = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [("late", late)]})
+    late.grad = torch.ones(3)
+    optimizer.step()
+    assert late.tolist() == pytest.approx([0.9] * 3)

@@ -19,6 +19,7 @@ from tiny_runs import (
 )
 from torch import Tensor, nn
 
+import thrifty
 from thrifty.composition.compose import compose
 from thrifty.core.errors import UsageError
 from thrifty.core.state import TrainState
@@ -282,3 +283,16 @@ def test_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     run = compose(plain_run(), with_optimizer([technique("sparsity.sparse_products", tokens=64)]), 1)
     state = run.start()
     assert all(line.dense > 0 for product in products(state).values() for line in product.lines[torch.float32].values())
+
+
+def test_a_missing_gradient_keeps_sparse_products() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), nn.Linear(32, 4))
+    pair = model, thrifty.optim.AdamW(model)
+    thrifty.apply(pair, "static", density=0.05)
+    thrifty.apply(pair, "sparse_products", where="^0")
+    for _ in range(3):
+        model(torch.ones(8, 32)).square().sum().backward()
+        assert [SPARSE_PRODUCT.of(layer).used for _, layer in products_of(model)] == [True, True]
+        model[0][1].weight.grad = None
+        pair[1].step()
+        pair[1].zero_grad()

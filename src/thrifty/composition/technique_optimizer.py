@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.gradient_transform import GradientTransform, Slots, TransformChain, chain
+from thrifty.core.gradient_transform import SCORING, GradientTransform, Slots, TransformChain, chain
 from thrifty.core.old_names import order_key
 from thrifty.core.run_relative_settings import refuse_shares, resolve_moments
 from thrifty.core.stages import HOW
@@ -108,6 +108,14 @@ class TechniqueOptimizer(TransformOptimizer):
         """The optimizer's own technique with default settings, and the added techniques."""
         return (self.technique(), *self.added)
 
+    @property
+    def slots(self) -> Slots:
+        """State of all parameters, without the prefixes of groups. A tensor is empty if a parameter lacks the slot."""
+        self._join()
+        states = [(each, self.state.get(each, {})) for each in self.parameters]
+        names = dict.fromkeys(slot for _, state in states for slot in state if slot != "step")
+        return {slot: [state[slot] if slot in state else each.new_empty(0) for each, state in states] for slot in names}
+
     def add(self, technique: Technique) -> None:
         """Add a technique that changes the update. Raises UsageError after the first step."""
         if self.updates:
@@ -136,9 +144,12 @@ class TechniqueOptimizer(TransformOptimizer):
         active = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
         if not active:
             return
+        if self.added and len(active) < len(parameters) and self._is_nonzero(SCORING):
+            active = list(range(len(parameters)))
         self._locate(active)
         own = [parameters[index] for index in active]
-        self.site.update([each.grad for each in own], own, self.updates, self.age)
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
+        self.site.update(gradients, own, self.updates, self.age)
         self.updates += 1
         for index in active:
             self._steps[index] += 1
