@@ -18,7 +18,9 @@ from thrifty.composition.compose import compose
 from thrifty.core.claims import Claim
 from thrifty.core.errors import NeedsTrainer, RefusedError, ThriftyError, UsageError
 from thrifty.core.randomness import start_draws
+from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
+from thrifty.optim.weight_masks import masks_in
 from thrifty.training.loop import step_seed
 
 STEPS = 8
@@ -286,3 +288,63 @@ def test_masks_that_never_move_warn_when_applied(name: str, settings: dict[str, 
         thrifty.apply((model, optimizer), name, density=0.5, **settings)
     said = [str(each.message) for each in caught if "never move" in str(each.message)]
     assert bool(said) is is_idle and all(f"sparsity.{name}: masks never move in" in each for each in said)
+
+
+MASKS = {"rigl": {"every": 2}, "set": {"every": 2}, "static": {}, "gradual": {"every": 2}, "snip": {}}
+
+
+def masked_by_hand(name: str, params: Callable[[nn.Module], object]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the masks and the parameter names of an optimizer after a technique was applied."""
+    model = network()
+    optimizer = thrifty.optim.AdamW(params(model), lr=1e-2)
+    thrifty.apply((model, optimizer), name, density=0.5, total_steps=STEPS, **MASKS[name])
+    return masks_in(TrainState(model=model, optimizer=optimizer)), optimizer.names
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("params", "parts"), [(lambda model: model.parameters(), "01"), (lambda model: model[0], "0")], ids=["bare", "part"]
+)
+def test_masks_use_the_names_of_the_model(name: str, params: Callable[[nn.Module], object], parts: str) -> None:
+    wanted, all_names = masked_by_hand(name, lambda model: model)
+    masks, names = masked_by_hand(name, params)
+    assert masks.keys() == wanted.keys() and len(masks) == 4
+    assert all(torch.equal(masks[each], wanted[each]) for each in masks)
+    assert names == [each for each in all_names if each[0] in parts]
+
+
+def test_masked_weights_outside_the_optimizer_are_refused() -> None:
+    model = network()
+    with pytest.raises(UsageError, match=r"4 weights that would be masked .*, such as '0\.0\.up\.weight'"):
+        thrifty.apply((model, thrifty.optim.AdamW(model[1])), "static")
+    thrifty.apply((model, thrifty.optim.AdamW(model.named_parameters())), "static")
+
+
+def test_loaded_states_keep_the_names_of_the_model() -> None:
+    model = network()
+    _, optimizer = thrifty.apply((model, thrifty.optim.AdamW(model)), "static", density=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    names, masks, state = optimizer.names, optimizer.slots["masks.mask"], copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["param_names"] = [f"parameter{index}" for index in range(len(names))]
+    optimizer.load_state_dict(state)
+    assert optimizer.names == names and all(map(torch.equal, optimizer.slots["masks.mask"], masks))
+
+
+def test_masks_refuse_two_parameters_of_one_name() -> None:
+    model, other = network(), network()
+    optimizer = thrifty.optim.AdamW([*model.named_parameters(), *other.named_parameters()])
+    with pytest.raises(UsageError, match=r"two parameters of the optimizer have the name '0\.0\.norm\.weight'"):
+        thrifty.apply((model, optimizer), "static")
+
+
+def test_a_missing_first_gradient_keeps_masked_weights() -> None:
+    model = network()
+    optimizer = thrifty.optim.AdamW(model, lr=0.0)
+    thrifty.apply((model, optimizer), "static", density=0.5, distribution="global", criterion="magnitude")
+    before = copy.deepcopy(model.state_dict())
+    for name, parameter in model.named_parameters():
+        parameter.grad = None if name == "0.1.down.weight" else torch.ones_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

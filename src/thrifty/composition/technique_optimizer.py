@@ -126,6 +126,13 @@ class TechniqueOptimizer(TransformOptimizer):
         self.added = (*self.added, technique)
         self._forget()
 
+    def rename(self, model: nn.Module) -> None:
+        """Name parameters as in `model`. Parameters outside the model keep their names."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in self.param_groups:
+            own = zip(group["params"], group["param_names"], strict=True)
+            group["param_names"] = [names.get(id(parameter), name) for parameter, name in own]
+
     def algorithms(self, group: Mapping[str, Any]) -> dict[str, list[str]]:
         """Return the names of a group's parameters, grouped by the sequence of update elements applied to them."""
         parts: dict[str, list[str]] = {}
@@ -205,6 +212,8 @@ class TechniqueOptimizer(TransformOptimizer):
             )
         try:
             super().load_state_dict(state_dict)
+            for group, old in zip(self.param_groups, groups, strict=True):
+                group["param_names"] = old["param_names"]  # techniques select parameters by these names
             numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
             for number, parameter in zip(numbers, self.parameters, strict=True):
                 for slot, value in state_dict["state"].get(number, {}).items():

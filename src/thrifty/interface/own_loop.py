@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ from thrifty.core.technique import Technique
 from thrifty.interface.changed_loader import change_data
 from thrifty.modeling.adapter_base import AdapterTechnique
 from thrifty.modeling.module_surgery import refuse_copies
+from thrifty.optim.mask_selection import masked_shapes
+from thrifty.optim.weight_masks import MaskPolicy
 from thrifty.recipes.recipe_layers import toml_table
 
 T = TypeVar("T")
@@ -101,11 +104,12 @@ def apply(
         _refuse_wrapped(model, chosen)
     _refuse_together(chosen, model, optimizer)
     if chosen.overrides("update"):
-        _add_to(optimizer, chosen)
+        _add_to(optimizer, chosen, model)
     if model is not None and chosen.overrides("model", "change_forward"):
-        _change(model, chosen)
+        trained = [ref(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        _change(model, chosen, optimizer)
         if optimizer is not None:
-            _train_new_parameters(model, optimizer)
+            _train_new_parameters(model, optimizer, trained)
             if chosen.overrides("hook_steps"):
                 chosen.hook_steps(model, optimizer)
                 refuse_copies(model, chosen.name)
@@ -218,16 +222,18 @@ def _refuse_wrapped(model: nn.Module, chosen: Technique) -> None:
             )
 
 
-def _add_to(optimizer: Optimizer | None, chosen: Technique) -> None:
+def _add_to(optimizer: Optimizer | None, chosen: Technique, model: nn.Module | None) -> None:
     if not isinstance(optimizer, TechniqueOptimizer):
         raise UsageError(
             f"{chosen.name} changes the update, which torch's {type(optimizer).__name__} does not support",
             fix="use an optimizer of thrifty.optim, such as thrifty.optim.AdamW(model, lr=1e-3)",
         )
     optimizer.add(chosen)
+    if model is not None and chosen.needs_names:
+        optimizer.rename(model)
 
 
-def _change(model: nn.Module, chosen: Technique) -> None:
+def _change(model: nn.Module, chosen: Technique, optimizer: Optimizer | None = None) -> None:
     if any(map(is_lazy, model.parameters())):
         raise UsageError(
             f"{chosen.name}: the model has lazy layers without weights", fix="run the model on one batch first"
@@ -237,12 +243,28 @@ def _change(model: nn.Module, chosen: Technique) -> None:
         chosen.change_forward(model)
         changed = chosen.model(model)
     assert changed is model, f"{chosen.name} replaces the model"
+    if optimizer is not None and isinstance(chosen, MaskPolicy):
+        _refuse_unmasked(model, optimizer, chosen)
     APPLIED.set(model, (*applied, AppliedTechnique(chosen, tuple(notes))))
 
 
-def _train_new_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Add the new parameters of a technique to the optimizer, as a group with the optimizer's default settings."""
+def _refuse_unmasked(model: nn.Module, optimizer: Optimizer, masking: MaskPolicy) -> None:
+    """Raise UsageError if the optimizer lacks a weight that the technique masks."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = dict(model.named_parameters())
+    if missing := [name for name in masking.masked(masked_shapes(named)) if id(named[name]) not in known]:
+        raise UsageError(
+            f"{len(missing)} weights that would be masked are not in the optimizer, such as {missing[0]!r}",
+            fix=f"optimizer = thrifty.optim.{type(optimizer).__name__}(model.named_parameters()); or set where to a "
+            "pattern of trained weights",
+        )
+
+
+def _train_new_parameters(model: nn.Module, optimizer: Optimizer, trained: list[ref[nn.Parameter]]) -> None:
+    """Add the parameters that a technique made trainable to the optimizer, as a group with the optimizer's default
+    settings. Parameters that were `trained` before stay outside the optimizer if they are."""
+    inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = inside | {id(parameter) for each in trained if (parameter := each()) is not None}
     if new := [pair for pair in model.named_parameters() if pair[1].requires_grad and id(pair[1]) not in known]:
         is_named = "param_names" in optimizer.param_groups[0]
         optimizer.add_param_group({"params": new if is_named else [parameter for _, parameter in new]})

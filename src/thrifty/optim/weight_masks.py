@@ -7,13 +7,13 @@ it to every moment and average. Gradients are dense, so growth criteria can use 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from thrifty.core.dtensors import is_dtensor
-from thrifty.core.errors import IntegrityError
+from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.gradient_transform import (
     COMPENSATION,
     MASK_MOVE,
@@ -48,6 +48,7 @@ class MaskedLayer:
 LayerReader = Callable[[str], MaskedLayer]
 
 
+@runtime_checkable
 class MaskPolicy(Protocol):
     """Decisions of a sparse technique: masked weights, initial masks, mask moves."""
 
@@ -92,6 +93,12 @@ class MaskedUpdate(GradientTransform):
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         named = dict(zip(names, parameters, strict=True))
+        if len(named) < len(names):
+            twice = next(name for index, name in enumerate(names) if name in names[:index])
+            raise UsageError(
+                f"two parameters of the optimizer have the name {twice!r}, and masks are chosen by name",
+                fix=f"pass different names, such as ('critic.{twice}', weight)",
+            )
         wanted = set(self.masking.masked(masked_shapes(named)))
         self.names = {i: name for i, name in enumerate(names) if name in wanted}
         masks = [parameter.new_empty(0, dtype=torch.bool) for parameter in parameters]

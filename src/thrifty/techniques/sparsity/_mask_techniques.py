@@ -71,6 +71,7 @@ class MaskTechnique(Technique):
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({Claim.WEIGHT_MASKS})
+    needs_names = True
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "it masks weights that adapters keep frozen"}
     replaces_update: ClassVar[bool] = True
 
