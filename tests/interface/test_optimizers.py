@@ -195,6 +195,26 @@ def test_parameters_added_after_the_optimizer_are_named() -> None:
         train(model, late, range(2))
 
 
+def test_parameters_unfrozen_later_are_named_or_trained() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    model[3].requires_grad_(False)
+    optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+    everything = thrifty.optim.AdamW(model.named_parameters(), lr=1e-3)
+    train(model, optimizer, range(2))
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].named_parameters()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, range(1))
+    model[3].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"2 trainable parameters .*, such as 3\.weight: .* model\.named_parameters"):
+        train(model, optimizer, range(1))
+    before = model[3].weight.detach().clone()
+    train(model, everything, range(1))
+    assert not torch.equal(model[3].weight, before)
+
+
 def test_a_state_of_a_missing_technique_is_refused() -> None:
     model = network()
     model, averaged = thrifty.apply((model, thrifty.optim.Muon(model, lr=1e-2)), "ema")

@@ -36,10 +36,11 @@ _GROUP = re.compile(r"(^|\.)partition(#\d+)?\.group\d+(@\d+)?\.")
 class TechniqueOptimizer(TransformOptimizer):
     """Torch optimizer of one technique. Its settings are keys of each parameter group and may change between steps.
 
-    `params` is a module, named parameters, parameters or torch's parameter groups. For a module or named parameters,
-    weight decay skips vectors, biases and positions. For bare parameters, and in a group with its own `weight_decay`,
-    weight decay applies to all parameters, as in torch. A setting that is a fraction of the run requires `total_steps`.
-    A parameter without a gradient is skipped, as in torch. A step may overwrite gradients.
+    `params` is a module, named parameters, parameters or torch's parameter groups. Frozen parameters of a module are
+    left out; to train them later, pass `model.named_parameters()`. For a module or named parameters, weight decay skips
+    vectors, biases and positions. For bare parameters, and in a group with its own `weight_decay`, weight decay applies
+    to all parameters, as in torch. A setting that is a fraction of the run requires `total_steps`. A parameter without
+    a gradient is skipped, as in torch. A step may overwrite gradients.
 
     Raises UsageError for a setting out of bounds, and for bare parameters if the technique selects parameters by name.
     """
@@ -47,6 +48,8 @@ class TechniqueOptimizer(TransformOptimizer):
     technique: ClassVar[type[Technique]]
     _model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
     """Weak reference to the module passed as `params`."""
+    _untrained: Mapping[str, ref[Tensor]] = {}
+    """Parameters of this module that were frozen at every step."""
 
     def __init__(self, params: Params, *, total_steps: int | None = None, **settings: Any):
         self.total_steps, self.added = total_steps, ()
@@ -164,14 +167,20 @@ class TechniqueOptimizer(TransformOptimizer):
             count += 1
 
     def _warn_of_untrained(self) -> None:
-        """Warn once if the model has trainable parameters that the optimizer lacks, such as adapters applied later."""
-        if (model := self._model()) is None:
+        """Warn once of each trainable parameter of the model that the optimizer lacks, such as an adapter applied later
+        or a weight that was frozen when the optimizer was built."""
+        if (model := self._model()) is not None:
+            self._model = lambda: None
+            self._untrained = {name: ref(parameter) for name, parameter in model.named_parameters()}
+        present = {name: parameter for name, each in self._untrained.items() if (parameter := each()) is not None}
+        if not (trained := {name: each for name, each in present.items() if each.requires_grad}):
             return
-        self._model = lambda: None
-        known, named = {id(each) for each in self.parameters}, model.named_parameters()
-        if missing := [name for name, each in named if each.requires_grad and id(each) not in known]:
+        self._untrained = {name: ref(each) for name, each in present.items() if name not in trained}
+        known = {id(each) for each in self.parameters}
+        if missing := [name for name, each in trained.items() if id(each) not in known]:
             what = f"{len(missing)} trainable parameters of the model are not in the optimizer, such as {missing[0]}"
-            warnings.warn(f"{what}: build the optimizer after thrifty.apply(model, …)", stacklevel=4)
+            fix = "after thrifty.apply(model, …), and of model.named_parameters() if you unfreeze parameters later"
+            warnings.warn(f"{what}: build the optimizer {fix}", stacklevel=4)
 
     @torch.no_grad()
     def scalars(self) -> dict[str, float]:
