@@ -7,6 +7,7 @@ from adapter_models import TOKENS
 from tiny_runs import advance, plain_run, technique, tiny_model, with_optimizer
 from torch import Tensor, nn
 
+import thrifty
 from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError
 from thrifty.data.images.digits import digits
@@ -83,6 +84,57 @@ def test_finishing_leaves_the_trained_weights_only() -> None:
     plain = tiny_model()
     plain.load_state_dict(finished.state_dict())
     assert torch.equal(plain(IDS), before) and not torch.equal(before, tiny_model()(IDS))
+
+
+def network(seed: int) -> nn.Module:
+    """Return a network with 5 dimensions whose initial weights depend on a seed, but whose projection does not."""
+    torch.manual_seed(seed)
+    return IntrinsicDimension(dimension=5).model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+
+
+def moved(model: nn.Module, seed: int) -> Tensor:
+    """Return the outputs of a model after a change of z, as an optimizer makes it after a forward pass."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    model(x)
+    with torch.no_grad():
+        model.subspace += torch.randn(5, generator=torch.Generator().manual_seed(seed))
+    return model(x).detach()
+
+
+def test_loaded_weights_are_kept_with_other_initial_weights() -> None:
+    saved, loaded, x = network(0), network(1), torch.ones(2, 6)
+    moved(saved, 1)
+    with torch.no_grad():
+        saved.subspace += 1  # by the last step before the model is saved
+    loaded.load_state_dict(saved.state_dict())
+    assert torch.equal(loaded(x), saved(x))
+    torch.testing.assert_close(moved(loaded, 2), moved(saved, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_a_restart_and_a_loaded_z_are_exact() -> None:
+    saved, x = network(0), torch.ones(2, 6)
+    moved(saved, 1)
+    state = saved.state_dict()
+    for part in (state, {"subspace": state["subspace"]}):
+        again = network(0)
+        again.load_state_dict(part, strict=False)
+        assert torch.equal(again(x), saved(x))
+        assert torch.equal(SUBSPACE.of(again).origin, SUBSPACE.of(saved).origin)
+
+
+def test_two_forward_passes_may_precede_a_backward_pass() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = thrifty.optim.AdamW(model, lr=0.1)
+    thrifty.apply((model, optimizer), "intrinsic_dimension", dimension=5)
+    losses = []
+    for _ in range(20):
+        loss = model(torch.ones(2, 6)).square().mean() + model(torch.zeros(2, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
 
 
 def test_more_dimensions_than_weights_are_refused() -> None:

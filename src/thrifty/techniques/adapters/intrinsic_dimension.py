@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -48,18 +49,50 @@ class RandomSubspace:
 
     def __init__(self, weights: list[nn.Parameter], projection: Fastfood):
         self.weights, self.projection = weights, projection
-        self.origin = torch.cat([weight.detach().flatten().float() for weight in weights])
+        self.origin = self._flat()
+        self.placed_z: Tensor | None = None
+        """Values of z for which the weights were last set."""
         self.is_placed = False
         """True while a step computes gradients. `place` then does nothing, because z is constant."""
 
     @torch.no_grad()
     def place(self, z: Tensor) -> None:
-        """Set the weights to θ₀ + P z for z (d,)."""
-        if self.is_placed:
+        """Set the weights to θ₀ + P z for z (d,). Weights that already have these values are not written, because a
+        backward pass may need them."""
+        if self.is_placed or self._is_set_for(z):
             return
+        for weight, value in self._values(z):
+            weight.copy_(value)
+        self.placed_z = z.detach().clone()
+
+    @torch.no_grad()
+    def adopt(self, z: Tensor) -> None:
+        """Change θ₀ so that θ₀ + P z, for z (d,), are the present weights, if these were loaded."""
+        before = torch.zeros_like(z) if self.placed_z is None else self.placed_z
+        if self._has_values(before):
+            return
+        if not self._has_values(z):
+            self.origin = self._flat() - self.projection.apply(z)
+        self.placed_z = z.detach().clone()
+
+    def _flat(self) -> Tensor:
+        return torch.cat([weight.detach().flatten().float() for weight in self.weights])
+
+    def _values(self, z: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each weight, and its values for z (d,) in the shape of the weight."""
         values = self.origin + self.projection.apply(z)
         for weight, value in zip(self.weights, values.split([w.numel() for w in self.weights]), strict=True):
-            weight.copy_(value.view_as(weight))
+            yield weight, value.view_as(weight)
+
+    def _has_values(self, z: Tensor) -> bool:
+        return all(torch.equal(weight, value.to(weight.dtype)) for weight, value in self._values(z))
+
+    def _is_set_for(self, z: Tensor) -> bool:
+        """Return True if the weights were last set for these values of z (d,)."""
+        known = self.placed_z
+        if known is None or is_fake(z) or (known.dtype, known.device) != (z.dtype, z.device):
+            return False
+        return torch.equal(known, z)
 
     @contextmanager
     def gradients_of(self, z: Tensor) -> Iterator[None]:
@@ -86,11 +119,12 @@ class RandomSubspace:
 
 
 SUBSPACE: ModuleNote[RandomSubspace] = ModuleNote("random_subspace")
-PLACEMENT_HOOK: ModuleNote[RemovableHandle] = ModuleNote("placement_hook")
+PLACEMENT_HOOKS: ModuleNote[list[RemovableHandle]] = ModuleNote("placement_hooks")
 
 
 def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomSubspace:
-    """Restrict training to a random subspace: before each forward pass, set the weights to θ₀ + P z.
+    """Restrict training to a random subspace: before each forward pass, and before the weights are saved, set them to
+    θ₀ + P z.
 
     z is a new parameter of the model, initially zero. θ₀ are the current weights, P is a random projection.
     """
@@ -105,12 +139,21 @@ def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomS
     projection = draw_fastfood(dimension, total, keyed_generator(f"{seed}/{NAME}"), weights[0].device)
     subspace = SUBSPACE.set(model, RandomSubspace(weights, projection))
     model.subspace = nn.Parameter(torch.zeros(dimension, device=weights[0].device))
-    PLACEMENT_HOOK.set(model, model.register_forward_pre_hook(_place))
+    hooks = [
+        model.register_forward_pre_hook(_place),
+        model.register_state_dict_pre_hook(_place),
+        model.register_load_state_dict_post_hook(_adopt),
+    ]
+    PLACEMENT_HOOKS.set(model, hooks)
     return subspace
 
 
-def _place(model: nn.Module, args: Any) -> None:
+def _place(model: nn.Module, *_: Any) -> None:
     SUBSPACE.of(model).place(model.subspace)
+
+
+def _adopt(model: nn.Module, *_: Any) -> None:
+    SUBSPACE.of(model).adopt(model.subspace)
 
 
 def subspace_backward(backward: Backward) -> Backward:
@@ -177,6 +220,7 @@ class IntrinsicDimension(AdapterTechnique):
 
     def finish(self, model: nn.Module) -> nn.Module:
         SUBSPACE.remove(model).place(model.subspace)
-        PLACEMENT_HOOK.remove(model).remove()
+        for hook in PLACEMENT_HOOKS.remove(model):
+            hook.remove()
         del model.subspace
         return model.requires_grad_(True)
