@@ -9,8 +9,9 @@ import torch
 import transformers
 from adapter_models import CONFIGS, LENGTH, TOKENS, next_token_loss, ours, theirs
 from drawn_models import OddDecoder
+from own_gpt import Block
 from tiny_runs import advance, plain_run, technique, tiny_model
-from torch import nn
+from torch import Tensor, nn
 
 import thrifty
 from thrifty.composition.compose import compose
@@ -167,3 +168,45 @@ def test_packed_rows_are_refused_with_a_fix() -> None:
     with pytest.raises(UsageError, match="virtual tokens need one text per row") as refused:
         model(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1, 1, 2, 2]]))
     assert refused.value.fix == "--set objective.packed=false"
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_a_pooler_reads_the_first_real_token(return_dict: bool) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=300, **sizes)).eval()
+    model = PromptTuning(tokens=COUNT).model(model)
+    hidden, pooled = model.bert(TOKENS, return_dict=return_dict)[:2]
+    assert hidden.shape == (*TOKENS.shape, 32)
+    torch.testing.assert_close(pooled, model.bert.pooler(hidden))
+
+
+class GPTInModuleDict(nn.Module):
+    """GPT whose embeddings and blocks are in a module without a forward method, and whose output is a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Block(16, 2) for _ in range(2))
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(300, 16), "wpe": nn.Embedding(32, 16), "h": blocks})
+        self.lm_head = nn.Linear(16, 300)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, None]:
+        x = self.transformer["wte"](idx) + self.transformer["wpe"](torch.arange(idx.shape[1]))
+        for block in self.transformer["h"]:
+            x = block(x)
+        return self.lm_head(x), None
+
+
+def test_a_prompt_precedes_the_tokens_of_a_module_dict() -> None:
+    plain, model = GPTInModuleDict(), PromptTuning(tokens=COUNT).model(GPTInModuleDict())
+    words = set_prompt(model, plain.transformer["wte"].weight[:COUNT])
+    logits, _ = model(TOKENS)
+    longer = torch.cat((torch.arange(COUNT).expand(2, -1), TOKENS), 1)  # the same vectors as real tokens
+    torch.testing.assert_close(logits, plain(longer)[0][:, COUNT:])
+    logits.sum().backward()
+    assert words.grad is not None and words.grad.any()
+
+
+def test_outputs_in_tuples_keep_their_length() -> None:
+    model = PromptTuning(tokens=COUNT).model(theirs("gpt2"))
+    assert model.transformer(TOKENS, return_dict=False)[0].shape == (*TOKENS.shape, 32)

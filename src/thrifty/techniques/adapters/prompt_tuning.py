@@ -24,7 +24,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
 from thrifty.modeling.adapter_base import AdapterTechnique, names_ending, train_only
 from thrifty.modeling.embeddings import stack_after, token_tables
-from thrifty.modeling.module_surgery import find_stacks, wrap_forward
+from thrifty.modeling.module_surgery import change_first, find_stacks, wrap_forward
 from thrifty.techniques.adapters._virtual_tokens import (
     common_path,
     extend_masks,
@@ -75,14 +75,28 @@ def add_prompt(model: nn.Module, values: Tensor) -> nn.Parameter:
     for table in tables.values():
         table.prompt = prompt
         wrap_forward(table, _embed_with_prompt)
-    path = common_path([*tables, *stacks])
+    path = _caller_of(model, common_path([*tables, *stacks]))
     body = model.get_submodule(path)
     body.tokens_name = input_names(body)[0]
     body.virtual_tokens, body.position_limit = len(values), position_limit(model)
     body.is_output_cut = len(stacks) == 1
     wrap_forward(body, _read_with_prompt)
+    if body.is_output_cut and getattr(body, "pooler", None) is not None:
+        # the pooler reads the first token
+        inside = next(iter(stacks)).removeprefix(f"{path}.").partition(".")[0]
+        encoder = body.get_submodule(inside)
+        encoder.virtual_tokens = len(values)
+        wrap_forward(encoder, _encode_with_prompt)
     add_note(f"{len(values)} virtual tokens before the input of {path or 'the model'}")
     return prompt
+
+
+def _caller_of(model: nn.Module, path: str) -> str:
+    """Return the name of the innermost module that contains a module and calls it. `nn.ModuleDict` and the like have no
+    forward method."""
+    while path and type(model.get_submodule(path)).forward is nn.Module.forward:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def feeding_tables(model: nn.Module) -> dict[str, nn.Embedding]:
@@ -106,9 +120,15 @@ def _read_with_prompt(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) ->
     if inputs.get(body.tokens_name) is None:
         what = f"{body.tokens_name!r} is missing, so the prompt has no tokens to precede"
         raise UsageError(what, fix=f"pass the tokens as {body.tokens_name}")
-    refuse_beyond(body.position_limit, body.virtual_tokens, inputs[body.tokens_name].shape[1])
+    length = inputs[body.tokens_name].shape[1]
+    refuse_beyond(body.position_limit, body.virtual_tokens, length)
     output = inner(**_lengthen_inputs(inputs, body.tokens_name, body.virtual_tokens))
-    return _cut(output, body.virtual_tokens) if body.is_output_cut else output
+    return _cut(output, body.virtual_tokens, body.virtual_tokens + length) if body.is_output_cut else output
+
+
+def _encode_with_prompt(encoder: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    return _cut(inner(*args, **kwargs), encoder.virtual_tokens, hidden.shape[1])
 
 
 def _lengthen_inputs(inputs: dict[str, Any], first: str, count: int) -> dict[str, Any]:
@@ -121,19 +141,25 @@ def _lengthen_inputs(inputs: dict[str, Any], first: str, count: int) -> dict[str
     return extended
 
 
-def _cut(output: Any, count: int) -> Any:
-    if isinstance(output, Tensor):
-        return output[:, count:]
+def _cut(output: Any, count: int, total: int) -> Any:
+    """Remove the outputs of `count` virtual tokens from an output of `total` tokens: a tensor (b, total, …), the first
+    element of a tuple, or the fields of a model output."""
+
+    def without(values: Any) -> Any:
+        is_whole = isinstance(values, Tensor) and values.ndim > 1 and values.shape[1] == total
+        return values[:, count:] if is_whole else values
+
     for name in ("last_hidden_state", "logits"):
         if getattr(output, name, None) is not None:
-            output[name] = output[name][:, count:]
-    return output
+            output[name] = without(output[name])
+    return change_first(output, without)
 
 
 class PromptTuning(AdapterTechnique):
     """Virtual tokens take the first k positions and real tokens the following positions. So k plus the text length must
     fit the context length. Each row of a batch has one prompt; rows with several texts are refused if the batch has
-    segment ids. In an encoder-decoder the encoder receives the prompt.
+    segment ids. In an encoder-decoder the encoder receives the prompt. The pooler of an encoder such as BERT reads the
+    first real token; in peft it reads the first virtual token.
     """
 
     tokens: Positive = 20
