@@ -101,9 +101,15 @@ def test_log_alone_rebuilds_the_structure() -> None:
 
 
 def test_odd_depth_still_grows_to_full_depth() -> None:
-    for full in (1, 3, 5):
+    for full in (3, 5):
         _, state = run_through(plain_run(depth=full), [technique("growth.stacking"), technique("optimizers.adamw")], 5)
         assert depth(state) == full
+
+
+@pytest.mark.parametrize("name", ["growth.stacking", "growth.compound"])
+def test_a_model_of_one_block_cannot_grow_in_depth(name: str) -> None:
+    with pytest.raises(RefusedError, match=r"no stack has several blocks \(blocks\)"):
+        compose(plain_run(depth=1), [technique(name), technique("optimizers.adamw")], 5).start()
 
 
 def test_compiled_model_learns_after_growth() -> None:

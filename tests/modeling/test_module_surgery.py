@@ -141,6 +141,38 @@ def test_a_list_of_single_layers_is_the_last_resort() -> None:
     assert list(find_stacks(alone)) == [""]
 
 
+def torch_block() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16)
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
+def test_output_heads_in_a_list_are_no_stack(kind: Any) -> None:
+    model = nn.Module()
+    model.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3)) for _ in range(2))
+    assert list(find_stacks(model)) == ["heads"]
+    model.encoder = (
+        kind([torch_block(), torch_block()]) if kind is nn.ModuleList else kind(torch_block(), torch_block())
+    )
+    assert list(find_stacks(model)) == ["encoder"]
+
+
+def test_equal_towers_are_no_blocks() -> None:
+    def tower() -> nn.Module:
+        return nn.ModuleDict({"blocks": nn.ModuleList([torch_block(), torch_block()]), "last": nn.Linear(8, 8)})
+
+    model = nn.ModuleDict({"towers": nn.ModuleList([tower(), tower()])})
+    assert list(find_stacks(model)) == ["towers.0.blocks", "towers.1.blocks"]
+
+
+def test_a_block_of_experts_with_norms_is_no_tower() -> None:
+    def block() -> nn.Module:
+        experts = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3))
+        attention, router = nn.MultiheadAttention(8, 2), nn.Linear(8, 3)
+        return nn.ModuleDict({"attention": attention, "router": router, "experts": nn.ModuleList(experts)})
+
+    assert list(find_stacks(nn.ModuleDict({"blocks": nn.ModuleList([block(), block()])}))) == ["blocks"]
+
+
 def test_a_sequence_around_a_model_is_no_stack() -> None:
     block = lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))  # noqa: E731
     model = nn.Module()

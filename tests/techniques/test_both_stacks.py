@@ -3,12 +3,15 @@
 import pytest
 import torch
 from stacked_models import KINDS
+from torch import nn
 
 from thrifty.core.state import TrainState
-from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.module_surgery import find_stacks, tied_names
 from thrifty.techniques.compile import CompiledBlocks
 from thrifty.techniques.growth.stacking import ProgressiveStacking
 from thrifty.techniques.memory.recompute import Recompute
+from thrifty.techniques.memory.share_parameters import ShareParameters
+from thrifty.techniques.optimizers.layerwise_lr_decay import depths
 
 SIDES = ("our marian", "our t5", "t5", "marian")
 
@@ -60,3 +63,26 @@ def test_both_sides_grow() -> None:
     assert grown.origin("decoder.blocks.1.mlp.up.weight") == "decoder.blocks.0.mlp.up.weight"
     assert grown.origin("encoder.blocks.2.mlp.up.weight") == "encoder.blocks.0.mlp.up.weight"
     assert grown.origin("encoder.norm.weight") == "encoder.norm.weight"
+
+
+def sequence(blocks: int) -> nn.Module:
+    """Return a model that is itself the stack, whose name is therefore empty."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(blocks)))
+
+
+def test_a_model_that_is_a_sequence_of_blocks_grows() -> None:
+    first = ProgressiveStacking(at=(2,)).changes(0, TrainState())
+    assert first is not None
+    shallow = first.restructure(sequence(4))
+    assert len(shallow) == 2
+    grown = ProgressiveStacking(at=(2,)).changes(2, TrainState(step=2, model=shallow))
+    assert grown is not None
+    origins = {name: grown.origin(name) for name, _ in sequence(4).named_parameters()}
+    assert origins["3.2.bias"] == "1.2.bias" and {*origins.values()} == {name for name, _ in shallow.named_parameters()}
+    assert grown.adds("2.0.weight") and not grown.adds("1.0.weight")
+
+
+def test_blocks_of_a_sequence_share_parameters_and_have_depths() -> None:
+    shared = tied_names(ShareParameters().model(sequence(3)))
+    assert shared["2.0.weight"] == "0.0.weight" and len(shared) == 8
+    assert depths(sequence(3))["2.0.weight"] == (3, 3)

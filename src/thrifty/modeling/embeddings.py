@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 from thrifty.modeling.layer_shapes import in_width, out_width
-from thrifty.modeling.module_surgery import change_first, find_stacks, is_under, weight_layers
+from thrifty.modeling.module_surgery import (
+    change_first,
+    find_stacks,
+    is_under,
+    returns_stream_width,
+    weight_layers,
+)
 
 _SCORES = re.compile(r"relative")
 _NO_TOKENS = re.compile(r"pos|wpe|type|segment")
@@ -108,7 +114,7 @@ def output_layers(model: nn.Module) -> dict[str, nn.Module]:
     """
     layers = weight_layers(model)
     try:
-        stacks = [name for name, blocks in find_stacks(model).items() if _returns_stream_width(blocks[0])]
+        stacks = [name for name, blocks in find_stacks(model).items() if returns_stream_width(blocks[0])]
     except RefusedError:
         stacks = []
     inner, known = _parts_of_transformers(model)
@@ -137,13 +143,6 @@ def output_layers(model: nn.Module) -> dict[str, nn.Module]:
         if not any(in_width(outside[later]) == out_width(layer) for later in names[index + 1 :]):
             heads[name] = layer
     return heads
-
-
-def _returns_stream_width(block: nn.Module) -> bool:
-    """Return True if the last layer's output has the input width of a layer in the block. This holds for blocks, but
-    not for output heads."""
-    layers = [*weight_layers(block).values()]
-    return bool(layers) and out_width(layers[-1]) in map(in_width, layers)
 
 
 def _parts_of_transformers(model: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:

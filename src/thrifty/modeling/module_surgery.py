@@ -7,7 +7,7 @@ module's forward in place. So a weight has the same name in every checkpoint, wi
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import getmro, signature
 from types import MethodType
@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.run_notes import add_note
+from thrifty.modeling.expert_stacks import is_expert_stack
 from thrifty.modeling.layer_shapes import in_width, out_width
 from thrifty.modeling.stage_placeholders import present
 
@@ -83,19 +84,57 @@ def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
 
     A decoder has one stack, an encoder-decoder has two, and a pyramid has one per stage. The blocks of a hybrid have
     different kinds, such as attention and state spaces, but one residual stream. Lists inside a block and lists
-    of single layers are no stacks. Blocks of other pipeline stages are left out. In a model without ModuleLists of
-    blocks, an `nn.Sequential` of several equal blocks is a stack. Raise RefusedError if the model has no stack.
+    of single layers, towers or output heads are no stacks. Blocks of other pipeline stages are left out. In a model
+    without ModuleLists of blocks, an `nn.Sequential` of several equal blocks is a stack. Raise RefusedError if the
+    model has no stack.
     """
-    return _stacks(model, nn.ModuleList) or _stacks(model, nn.Sequential) or dict([find_blocks(model)])
+    lists = _stacks(model, nn.ModuleList)
+    if blocks := _without_heads(lists):
+        return blocks
+    sequences = _stacks(model, nn.Sequential, outside=lists)
+    return _without_heads(sequences) or lists or sequences or dict([find_blocks(model)])
 
 
-def _stacks(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.ModuleList]:
+def _stacks(model: nn.Module, kind: type[nn.Module], outside: Iterable[str] = ()) -> dict[str, nn.ModuleList]:
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        inside = any(is_under(name, stack) for stack in stacks)
-        if not inside and _is_list_of_equals(module, kind) and len(_matrix_layers(present(module)[0])) > 1:
-            stacks[name] = _local_blocks(module)
+        if not any(is_under(name, stack) for stack in (*outside, *stacks)) and _is_list_of_equals(module, kind):
+            first = present(module)[0]
+            if len(_matrix_layers(first)) > 1 and not _is_tower(first):
+                stacks[name] = _local_blocks(module)
     return stacks
+
+
+def _without_heads(stacks: Mapping[str, nn.ModuleList]) -> dict[str, nn.ModuleList]:
+    return {name: blocks for name, blocks in stacks.items() if returns_stream_width(blocks[0])}
+
+
+def returns_stream_width(block: nn.Module) -> bool:
+    """Return True if the last layer's output has the input width of a layer in the block, or the block has expert
+    stacks. This holds for blocks, but not for output heads."""
+    layers = [*weight_layers(block).values()]
+    is_block = bool(layers) and out_width(layers[-1]) in map(in_width, layers)
+    return is_block or any(map(is_expert_stack, block.modules()))
+
+
+def are_copies(blocks: Iterable[nn.Module]) -> bool:
+    """Return True if each block can be a copy of another block. The first block may have further parameters."""
+    shapes = [{(name, p.shape) for name, p in block.named_parameters()} for block in blocks]
+    return len({*map(frozenset, shapes[1:])}) < 2 and all(each <= shapes[0] for each in shapes)
+
+
+def _is_tower(module: nn.Module) -> bool:
+    """Return True if a module is no block, but contains a list of several equal blocks, and at most one of its weight
+    layers is outside of the list. A block with a list of experts has more layers outside."""
+    lists = [
+        name
+        for name, each in module.named_modules()
+        if isinstance(each, nn.ModuleList | nn.Sequential)
+        and len(each) > 1
+        and all(map(_is_block, present(each)))
+        and are_copies(present(each))
+    ]
+    return bool(lists) and sum(not any(is_under(name, each) for each in lists) for name in _matrix_layers(module)) < 2
 
 
 def refuse_repeated(stack: str, blocks: nn.ModuleList) -> None:

@@ -175,7 +175,7 @@ class Spatten(ReplacedAttention):
         relay, connected = CascadeRelay(), []
         for number, block in enumerate(blocks):
             for site in ATTENTION_SITES.of(model):
-                if is_under(f"{site.name}.", f"{stack}.{number}"):
+                if is_under(f"{site.name}.", f"{stack}.{number}".removeprefix(".")):
                     latest = self.recent_fraction if site.causal else 0.0
                     site.put(CascadeCore(relay, site, self.kept_shares(number, len(blocks), latest), self.bits))
                     connected.append(site.name)

@@ -10,7 +10,7 @@ from torch import nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.state import TrainState
-from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.module_surgery import are_copies, find_stacks
 
 Order = Literal["ABCABC", "AABBCC"]
 
@@ -32,10 +32,15 @@ def is_copied_block(block: int, old_depth: int, order: Order = "ABCABC") -> bool
 
 def cut_stacks(model: nn.Module, depth: Callable[[int], int]) -> None:
     """Shorten each stack to its first `depth(number of blocks)` blocks, at least one. Raise RefusedError for blocks
-    that cannot be copies of each other; the first block may have further parameters."""
-    for stack, blocks in find_stacks(model).items():
-        shapes = [{(name, p.shape) for name, p in block.named_parameters()} for block in blocks]
-        if len({*map(frozenset, shapes[1:])}) > 1 or not all(each <= shapes[0] for each in shapes):
+    that cannot be copies of each other, or if every stack has only one block."""
+    stacks = find_stacks(model)
+    if all(len(blocks) == 1 and depth(1) < 1 for blocks in stacks.values()):
+        raise RefusedError(
+            f"no stack has several blocks ({', '.join(stacks)}), so the model cannot start shallower",
+            fix="use a model with several blocks, such as --set model.preset=llama-nano",
+        )
+    for stack, blocks in stacks.items():
+        if not are_copies(blocks):
             raise RefusedError(
                 f"the blocks of {stack or 'the model'} have different parameters, so none can be a copy of another",
                 fix="--with growth.layer_drop in its place; or use a model of equal blocks",
@@ -65,7 +70,8 @@ class DepthMapping:
         position = self.locate(parameter)
         if position is None:
             return parameter
-        return f"{position.stack}.{stacked_origin(position.block, position.old_depth, self.order)}.{position.path}"
+        block = stacked_origin(position.block, position.old_depth, self.order)
+        return f"{_prefix(position.stack)}{block}.{position.path}"
 
     def adds(self, parameter: str) -> bool:
         position = self.locate(parameter)
@@ -73,7 +79,7 @@ class DepthMapping:
 
     def locate(self, parameter: str) -> BlockParameter | None:
         for stack, depth in self._depths.items():
-            if match := re.fullmatch(rf"{re.escape(stack)}\.(\d+)\.(.*)", parameter):
+            if match := re.fullmatch(rf"{re.escape(_prefix(stack))}(\d+)\.(.*)", parameter):
                 return BlockParameter(stack, int(match[1]), match[2], depth)
         return None
 
@@ -83,3 +89,8 @@ class DepthMapping:
         assert model is not None
         # also counts blocks of other pipeline stages
         return {name: len([*model.get_submodule(name).children()]) for name in find_stacks(model)}
+
+
+def _prefix(stack: str) -> str:
+    """Return the beginning of the names of a stack's blocks; the stack "" is the model itself."""
+    return f"{stack}." if stack else ""

@@ -74,7 +74,7 @@ def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Modul
         for index, block in enumerate(blocks):
             first = first_of_group(index, len(blocks), groups)
             if first != index:
-                yield f"{name}.{index}", block, blocks[first]
+                yield f"{name}.{index}".removeprefix("."), block, blocks[first]
 
 
 @torch.no_grad()

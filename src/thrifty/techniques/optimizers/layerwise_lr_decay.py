@@ -54,7 +54,7 @@ def depths(model: nn.Module, embedding_pattern: str = "") -> dict[str, tuple[int
         stack = next((each for each in stacks if is_under(name, each)), None)
         if stack is not None:
             started.add(stack)
-            depth = 1 + int(name[len(stack) + 1 :].partition(".")[0])
+            depth = 1 + int(name.removeprefix(f"{stack}.").partition(".")[0])
         else:
             stack = stack_after(name, stacks)
             depth = 0 if _is_before(name, embedding_pattern, stack in started) else stacks[stack] + 1
