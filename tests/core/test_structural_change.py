@@ -184,6 +184,23 @@ def test_zeroed_copies_keep_the_function(order: str, style: str) -> None:
     assert not silent, "copies that start from zeros train like other blocks"
 
 
+@pytest.mark.parametrize("name", ["fixup", "layer_scale", "rezero", "skip_init"])
+def test_zeroed_copies_with_gains_keep_the_function_and_train(name: str) -> None:
+    chosen = [technique("growth.stacking", at=(2,), start="zeroed"), technique(f"initializations.{name}")]
+    run = compose(plain_run(style="gpt"), [*chosen, technique("optimizers.adamw")], 4)
+    state = run.start()
+    advance(run, state, 2)
+    tokens = run.source.at(7)["tokens"][:, :-1]
+    assert state.model is not None
+    with torch.no_grad():
+        before = state.model.eval()(tokens)
+        run.changes(state)
+        assert (state.model.eval()(tokens) - before).abs().max() < 1e-6 * before.abs().max()
+    run.backward(state.model.train(), run.objective, run.source.at(2))
+    for block in find_blocks(state.model)[1]:
+        assert block.attention.out.weight.grad.any() and block.mlp.down.weight.grad.any()
+
+
 @pytest.mark.parametrize("others", [[], [("precision.optimizer_state", {"min_elements": 1})]])
 @pytest.mark.parametrize(
     ("growth", "settings"),

@@ -117,8 +117,11 @@ def test_writers_may_be_named() -> None:
 )
 def test_an_unknown_block_is_refused(model: nn.Module, reason: str) -> None:
     with pytest.raises(RefusedError, match=reason) as refused:
-        find_branches(model)
+        find_branches(model, "")
     assert "where=" in refused.value.fix
+    with pytest.raises(RefusedError, match=reason) as refused:  # as for a technique without this setting
+        find_branches(model)
+    assert "where" not in refused.value.fix
 
 
 def test_each_stage_of_a_hierarchy_has_its_branches() -> None:

@@ -181,6 +181,19 @@ def test_blocks_with_a_norm_after_their_branches_are_refused(kind: str, more: di
     assert not any("could not be run" in text for text in notes)
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_decoders_of_torch_are_tried(norm_first: bool) -> None:
+    layer = nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=norm_first)
+    model = nn.ModuleDict({"decoder": nn.TransformerDecoder(layer, 2)})
+    with collect_notes() as notes:
+        if norm_first:
+            DROPPING.model(model)
+        else:
+            with pytest.raises(RefusedError, match="has a norm after its sums"):
+                DROPPING.model(model)
+    assert not any("could not be run" in text for text in notes)
+
+
 def test_a_post_norm_model_with_positional_blocks_is_refused() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -38,6 +38,7 @@ _NAME_THE_ENDS = (
     'name the layers that write into the residual stream, for instance where="(out|down)$"; blocks with weights '
     "outside linear layers are not supported"
 )
+_USE_KNOWN_BLOCKS = "use a model whose branches end in linear layers, such as --set model.preset=llama-nano"
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,13 @@ class ResidualBranch:
 
     @property
     def last_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of the last layer, by their names inside the output layer; of all experts in an expert stack."""
+        """Weight and bias of the last layer, by their names inside the output layer; of all experts in an expert
+        stack."""
         if is_expert_stack(self.writer):
             return last_parameters(self.writer)
         prefix = "" if self.last is self.writer else "out_proj."
-        return {f"{prefix}{name}": parameter for name, parameter in self.last.named_parameters()}
+        own = dict(self.last.named_parameters())  # may also have a gain
+        return {f"{prefix}{name}": own[name] for name in ("weight", "bias") if name in own}
 
     @property
     def width(self) -> int:
@@ -77,11 +80,11 @@ class ResidualBranch:
         return next(self.writer.parameters()).device
 
 
-def find_branches(model: nn.Module, where: str = "", ends_only: bool = False) -> dict[str, Blocks]:
-    """Return the branches of each block of each stack. `where` is a pattern of output layer names inside a block; by
-    default output layers are detected. Raise RefusedError for a model without blocks, or for a weight of a block
-    outside all branches. With `ends_only`, the inner layers of a branch need not include all of its weights, and the
-    output layer may be an expert stack."""
+def find_branches(model: nn.Module, where: str | None = None, ends_only: bool = False) -> dict[str, Blocks]:
+    """Return the branches of each block of each stack. `where` is a pattern of output layer names inside a block; with
+    "" output layers are detected. Techniques without such a setting pass None. Raise RefusedError for a model without
+    blocks, or for a weight of a block outside all branches. With `ends_only`, the inner layers of a branch need not
+    include all of its weights, and the output layer may be an expert stack."""
     branches: dict[str, Blocks] = {}
     for stack, blocks in find_stacks(model).items():
         refuse_repeated(stack, blocks)
@@ -109,7 +112,7 @@ def is_decoder(blocks: Blocks) -> bool:
     return any(branch.kind == "cross-attention" for branch in blocks[0])
 
 
-def _branches(name: str, block: nn.Module, where: str, ends_only: bool) -> list[ResidualBranch]:
+def _branches(name: str, block: nn.Module, where: str | None, ends_only: bool) -> list[ResidualBranch]:
     layers = _weight_layers(block, ends_only)
     parts = {path: part_of_layer(path, each, _owner(block, path)) for path, each in layers.items()}
     ends = _ends(layers, parts, where)
@@ -128,7 +131,7 @@ def _branches(name: str, block: nn.Module, where: str, ends_only: bool) -> list[
         kind: Kind = "attention" if of_attention else "mlp"
         kind = "cross-attention" if of_attention and is_second and _CROSS.search(end.lower()) else kind
         branches.append(ResidualBranch(layers[end], f"{name}.{end}", full, owner, kind))
-    _refuse_leftovers(name, block, branches, ends_only)
+    _refuse_leftovers(name, block, branches, ends_only, _USE_KNOWN_BLOCKS if where is None else _NAME_THE_ENDS)
     return branches
 
 
@@ -150,7 +153,7 @@ def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
     return next((end for end in nearest if end in later), nearest[-1] if near else None)
 
 
-def _ends(layers: Mapping[str, nn.Module], parts: Mapping[str, str], where: str) -> list[str]:
+def _ends(layers: Mapping[str, nn.Module], parts: Mapping[str, str], where: str | None) -> list[str]:
     """Return the names of the output layers of a block's branches, in order of definition. A layer with an unknown name
     is an output layer if it has the stream's width and is not directly after another output layer."""
     width = next((in_width(layer) for layer in layers.values() if not is_expert_stack(layer)), 0)
@@ -183,7 +186,7 @@ def _owner(block: nn.Module, path: str) -> nn.Module:
     return block.get_submodule(path.rpartition(".")[0])
 
 
-def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch], ends_only: bool) -> None:
+def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch], ends_only: bool, fix: str) -> None:
     stack = next((path for path, module in block.named_modules() if is_expert_stack(module)), "")
     if stack and not ends_only:
         raise RefusedError(
@@ -193,13 +196,11 @@ def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch
     ends: dict[str, str] = {}
     for branch in branches:
         if not (branch.inner or is_expert_stack(branch.writer)):
-            raise RefusedError(f"{branch.name} has no inner layers", fix=_NAME_THE_ENDS)
+            raise RefusedError(f"{branch.name} has no inner layers", fix=fix)
         is_whole = isinstance(branch.writer, nn.MultiheadAttention)
         parent = branch.name if is_whole else branch.name.rpartition(".")[0]
         if branch.kind != "mlp" and ends.setdefault(parent, branch.name) != branch.name:
-            raise RefusedError(
-                f"{ends[parent]} and {branch.name} cannot both end the same attention", fix=_NAME_THE_ENDS
-            )
+            raise RefusedError(f"{ends[parent]} and {branch.name} cannot both end the same attention", fix=fix)
     for path, child in block.named_children():
         is_container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         holds_norm = not is_norm(child) and any(map(is_norm, child.modules()))
@@ -220,9 +221,9 @@ def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch
         }
     for path, parameter in block.named_parameters():
         if id(parameter) not in placed and is_matrix(path, parameter) and not _NO_WEIGHT.search(path.lower()):
-            raise RefusedError(f"{name}.{path} belongs to no residual branch", fix=_NAME_THE_ENDS)
+            raise RefusedError(f"{name}.{path} belongs to no residual branch", fix=fix)
     if not branches:
-        raise RefusedError(f"{name} has no layer that writes into a residual stream", fix=_NAME_THE_ENDS)
+        raise RefusedError(f"{name} has no layer that writes into a residual stream", fix=fix)
 
 
 def _is_inside(block: nn.Module, path: str, end: str) -> bool:

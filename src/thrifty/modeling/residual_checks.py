@@ -152,7 +152,7 @@ class _BlockTrial(NamedTuple):
         return output if isinstance(output, Tensor) else None
 
 
-def _trials(model: nn.Module, where: str = "") -> list[tuple[str, _BlockTrial]]:
+def _trials(model: nn.Module, where: str | None = None) -> list[tuple[str, _BlockTrial]]:
     """Return each stack's name with a trial of its first block of each kind, except blocks whose parameters have no
     values."""
     stacks, trials = find_stacks(model), {}
@@ -168,10 +168,12 @@ def _trials(model: nn.Module, where: str = "") -> list[tuple[str, _BlockTrial]]:
 def _trial(model: nn.Module, block: nn.Module, branches: list[ResidualBranch], is_decoder: bool) -> _BlockTrial:
     like = next(block.parameters())
     x = torch.randn(1, TOKENS, branches[0].width, device="cpu", generator=torch.Generator().manual_seed(0)).to(like)
-    alone = _BlockTrial(block, branches, (x, None, x) if is_decoder else (x,), {})
-    if alone.keeps_the_stream() is None and (inputs := _forward_inputs(model, block)) is not None:
-        return _BlockTrial(block, branches, *inputs)
-    return alone
+    alone = [_BlockTrial(block, branches, args, {}) for args in ([(x, None, x), (x, x)] if is_decoder else [(x,)])]
+    for trial in alone:  # the other stack's output may be the third or the second input
+        if trial.keeps_the_stream() is not None:
+            return trial
+    inputs = _forward_inputs(model, block)
+    return alone[0] if inputs is None else _BlockTrial(block, branches, *inputs)
 
 
 def _forward_inputs(model: nn.Module, block: nn.Module) -> tuple[Sequence[Any], Mapping[str, Any]] | None:

@@ -30,14 +30,14 @@ from thrifty.modeling.residual_checks import refuse_normed_sums
 from thrifty.techniques.growth._depth_growth import DepthMapping, Order, cut_stacks
 
 
-def written_by(model: nn.Module) -> set[str]:
-    """Return the names, inside a block, of the parameters of the output layers of residual branches."""
-    paths: set[str] = set()
+def written_by(model: nn.Module) -> set[tuple[str, str]]:
+    """Return the weights and biases of the output layers of residual branches, each as (stack, name inside a block)."""
+    written: set[tuple[str, str]] = set()
     for stack, blocks in find_branches(model, ends_only=True).items():
         for branch in blocks[0]:
             path = branch.name.removeprefix(f"{stack}.").partition(".")[2]
-            paths |= {f"{path}.{name}" for name in branch.last_parameters}
-    return paths
+            written |= {(stack, f"{path}.{name}") for name in branch.last_parameters}
+    return written
 
 
 class ProgressiveStacking(Technique):
@@ -104,17 +104,19 @@ class ProgressiveStacking(Technique):
 
 
 class _ZeroedBlocks:
-    """Initial values of added blocks, with zeros in the output layers of residual branches."""
+    """Initial values of added blocks, with zeros in the output layers of residual branches. Gains are copied, because a
+    gain of zero after a layer of zeros would never train."""
 
     def __init__(self, mapping: DepthMapping):
         self.mapping = mapping
 
     def __call__(self, parameter: str, value: Tensor) -> Tensor:
         position = self.mapping.locate(parameter)
-        is_zero = position is not None and self.mapping.adds(parameter) and position.path in self._writing
-        return torch.zeros_like(value) if is_zero else value
+        if position is None or not self.mapping.adds(parameter):
+            return value
+        return torch.zeros_like(value) if (position.stack, position.path) in self._written else value
 
     @cached_property
-    def _writing(self) -> set[str]:
+    def _written(self) -> set[tuple[str, str]]:
         assert self.mapping.state.model is not None
         return written_by(self.mapping.state.model)
