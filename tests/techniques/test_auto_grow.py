@@ -1,27 +1,30 @@
 """Automatic growth: tried sizes, decisions, and their replay from the log."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, tiny_model
 from torch import Tensor, nn
 
-from thrifty.composition.compose import Run, compose
-from thrifty.core.backward import plain_backward
+from thrifty.composition.compose import BaseRun, Run, compose
+from thrifty.core.backward import BackwardResult, plain_backward
+from thrifty.core.batches import Batch, MappedSource
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.objective import Objective
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.techniques.growth._flops_by_size import step_flops
-from thrifty.techniques.growth.auto_grow import GROWN, AutoGrow, blocks_at
+from thrifty.techniques.growth.auto_grow import GROWN, AutoGrow, GrownStructure, GrowthSearchBackward, blocks_at
 
 THREE = AutoGrow(stages=3, until=24, search=6, depths=3, lengths=2, multiple=4)
 """A run with the small model before step 8, a search of 6 steps, a middle stage, and the full size from step 16."""
 
 
-def run_of(settings: AutoGrow = THREE, steps: int = 20, depth: int = 4) -> Run:
-    return compose(plain_run(depth=depth), [settings, technique("optimizers.adamw")], steps)
+def run_of(settings: AutoGrow = THREE, steps: int = 20, depth: int = 4, plain: BaseRun | None = None) -> Run:
+    return compose(plain or plain_run(depth=depth), [settings, technique("optimizers.adamw")], steps)
 
 
 class StepRecorder:
@@ -146,6 +149,36 @@ def test_the_final_model_has_the_full_size() -> None:
     assert len(find_blocks(state.model)[1]) == 2
     advance(run, state)
     assert len(find_blocks(state.model)[1]) == 4 and decisions(state)[-1][2] == [[1.0, 1.0]]
+
+
+def test_examples_that_cannot_be_shortened_grow_in_depth() -> None:
+    plain = plain_run()
+    source = MappedSource(
+        plain.source, lambda step, batch: replace(batch, fields={**batch.fields, "more": batch["key"]})
+    )
+    run = run_of(plain=replace(plain, source=source))
+    state = run.start()
+    advance(run, state, 15)
+    chosen = next(entry.decision for entry in state.log if "losses" in entry.decision)
+    assert chosen["tried"] == [[1.0, 1.0], [0.75, 1.0], [0.5, 1.0]]
+    assert chosen["times"] == [step_flops(tiny_model(), {"blocks": depth}, 16) for depth in (4, 3, 2)]
+
+
+def test_losses_of_a_search_are_divided_by_their_parts() -> None:
+    def backward(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+        return BackwardResult(torch.tensor(6.0), parts=torch.tensor(12.0))
+
+    model, plain = tiny_model(), plain_run(batch=4)
+    GROWN.set(model, GrownStructure(0, ((1.0, 1.0), (0.5, 1.0)), {"blocks": 4}))
+    search = GrowthSearchBackward(backward, AutoGrow(depths=2, lengths=1))
+    search(model, plain.objective, plain.source.at(0))
+    assert search.state["loss"].tolist() == [2.0, 0.0]
+
+
+def test_a_model_of_one_block_grows_in_length_with_a_note() -> None:
+    run = run_of(depth=1)
+    run.start()
+    assert "each stack has one block, so only the size of examples grows" in run.notes["growth.auto_grow"]
 
 
 def test_measured_times_are_seconds() -> None:

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from image_runs import tiny_vit
 from tiny_runs import advance, plain_run, technique, tiny_model
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from thrifty.core.run_notes import collect_notes
 from thrifty.core.technique import Technique
 from thrifty.kernels.image_resizing import resize
 from thrifty.kernels.low_pass import crop_spectrum
+from thrifty.modeling.patch_grid import accept_other_sizes
 from thrifty.objectives.classification import Classification
 from thrifty.techniques.curriculum.low_frequency import LowFrequencyCurriculum
 from thrifty.techniques.curriculum.resolution import ResolutionCurriculum
@@ -50,6 +53,23 @@ class Patches(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch(images).flatten(2).mT
         self.seen.append((self.training, x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class PlacedPatches(Patches):
+    """A classifier with a class token and learned positions. It adds all positions, or the first ones (`sliced`)."""
+
+    def __init__(self, height: int, width: int, sliced: bool):
+        super().__init__()
+        self.start, self.sliced = nn.Parameter(torch.randn(1, 1, 32)), sliced
+        self.places = nn.Parameter(torch.randn(1, 1 + height * width, 32))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch(images).flatten(2).mT
+        x = torch.cat((self.start.expand(len(x), -1, -1), x), 1)
+        x = x + (self.places[:, : x.shape[1]] if self.sliced else self.places)
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(1))
@@ -159,3 +179,35 @@ def test_automatic_growth_tries_resolutions() -> None:
     assert chosen["tried"] == [[1.0, 1.0], [1.0, 0.5]]
     # a quarter of the patches cost less than a quarter: attention is quadratic
     assert 4 * chosen["times"][1] < chosen["times"][0] < 5 * chosen["times"][1]
+
+
+def test_automatic_growth_of_indivisible_images_is_in_depth() -> None:
+    run = run_of(AutoGrow(stages=3, until=6, search=1, depths=2, lengths=2, multiple=SIDE), 6)
+    state = run.start()
+    advance(run, state, 3)
+    assert state.log[-1].decision["sizes"] == [[1.0, 1.0], [0.5, 1.0]]
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+@pytest.mark.parametrize(("height", "width"), [(4, 4), (4, 16), (6, 8)])
+@torch.no_grad()
+def test_positions_are_interpolated_for_small_images(height: int, width: int, sliced: bool) -> None:
+    model, half = PlacedPatches(height, width, sliced), PlacedPatches(height // 2, width // 2, False)
+    images, small = torch.randn(2, 3, 4 * height, 4 * width), torch.randn(2, 3, 2 * height, 2 * width)
+    expected = model(images)
+    first, places = model.places.split([1, height * width], 1)
+    grid = places.mT.unflatten(2, (height, width))
+    grid = F.interpolate(grid, (height // 2, width // 2), mode="bicubic", align_corners=False)
+    half.load_state_dict({**model.state_dict(), "places": torch.cat((first, grid.flatten(2).mT), 1)})
+    accept_other_sizes(model, "curriculum.resolution")
+    torch.testing.assert_close(model(small), half(small))
+    assert torch.equal(model(images), expected)
+
+
+@torch.no_grad()
+def test_a_model_that_interpolates_its_positions_is_unchanged() -> None:
+    model, images = tiny_vit(2), torch.randn(2, 1, 4, 16)  # 2 x 8 patches are as many as 4 x 4
+    torch.nn.init.normal_(model.embedding.position)
+    expected = model(images)
+    accept_other_sizes(model, "curriculum.resolution")
+    assert torch.equal(model(images), expected)

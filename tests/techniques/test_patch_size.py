@@ -16,7 +16,7 @@ from torch import nn
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.kernels.image_resizing import resized_patches
-from thrifty.modeling.patch_grid import find_grid
+from thrifty.modeling.patch_grid import find_grid, resize_patches
 from thrifty.techniques.curriculum.patch_size import PatchSizeCurriculum
 
 HALVING = PatchSizeCurriculum(at=(1, 3))
@@ -154,6 +154,16 @@ def test_patches_of_foreign_models_start_large(name: str) -> None:
     assert all(loss == loss for loss in (record.loss for record in advance(run, state)))
     assert find_grid(state.model).patch == 2
     assert [(value.shape, value.numel()) for value in state.model.state_dict().values()] == shapes
+
+
+def test_positions_of_wide_images_keep_their_grid() -> None:
+    model = HandWritten()
+    model.img_size, model.where = (8, 32), nn.Parameter(torch.randn(1 + 4 * 16, 32))
+    wide = model.where.detach()[1:].T.reshape(1, 32, 4, 16)
+    resize_patches(find_grid(model), 4)
+    small = F.interpolate(wide, (2, 8), mode="bicubic", align_corners=False)
+    torch.testing.assert_close(model.where[1:].T.reshape(1, 32, 2, 8), small)
+    assert model(torch.zeros(1, 1, 8, 32)).shape == (1, 10)
 
 
 def test_models_whose_blocks_depend_on_the_patches_are_refused() -> None:

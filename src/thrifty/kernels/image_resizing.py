@@ -22,18 +22,20 @@ def scaled_side(side: int, share: float, multiple: int) -> int:
     return side if share >= 1 else min(max(round(side * share / multiple), 1) * multiple, side)
 
 
-def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> Tensor:
-    """Return position embeddings (1, before + s · s, d) of a square grid, interpolated to `grid`, a height and a width
-    in patches.
+def resized_positions(
+    positions: Tensor, grid: tuple[int, int], before: int, full: tuple[int, int] | None = None
+) -> Tensor:
+    """Return position embeddings (1, before + h · w, d) of a grid `full` (h, w), by default a square, interpolated to
+    `grid`, a height and a width in patches.
 
     Positions of the first `before` tokens are unchanged. Patch positions are interpolated bicubically.
     """
-    s = round((positions.shape[1] - before) ** 0.5)
-    if grid == (s, s):
+    h, w = full or (round((positions.shape[1] - before) ** 0.5),) * 2
+    if grid == (h, w):
         return positions
-    first, patches = positions.split([before, s * s], dim=1)
+    first, patches = positions.split([before, h * w], dim=1)
     # as a matmul, because a GPU sums gradients of an interpolation in no fixed order
-    basis = torch.eye(s * s, device=positions.device).view(-1, 1, s, s)
+    basis = torch.eye(h * w, device=positions.device).view(-1, 1, h, w)
     by = F.interpolate(basis, size=grid, mode="bicubic", align_corners=False).flatten(1)
     with torch.autocast(positions.device.type, enabled=False):
         return torch.cat((first, (by.T @ patches.float()).to(positions.dtype)), 1)

@@ -5,8 +5,8 @@ patches row by row, after the tokens that are no patches, such as a class token.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -27,6 +27,8 @@ COUNTS = ("num_patches", "num_positions", "grid_size", "patch_size")
 """Attributes in which models keep numbers that depend on the size of patches."""
 LEAST = 4
 """Number of positions of the smallest table; a class token is a table of one."""
+Grid = tuple[int, int]
+"""Height and width of images in patches."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,10 @@ class PositionTable:
 
     owner: nn.Module
     name: str
-    side: int
+    full: Grid
     """Height and width of full images in patches."""
+    is_stated: bool
+    """True if the model states the size of full images. Otherwise `full` is a square."""
     before: int
     """Number of positions before those of patches."""
     ids: tuple[tuple[nn.Module, str], ...] = ()
@@ -46,9 +50,13 @@ class PositionTable:
     def value(self) -> Tensor:
         return getattr(self.owner, self.name)
 
-    def resized(self, grid: tuple[int, int]) -> Tensor:
-        """Return the table for images of another height and width in patches."""
-        return resized_table(self.value, grid, self.before)
+    def resized(self, value: Tensor, grid: Grid) -> Tensor:
+        """Return the table `value` of full images, (1, n, d) or (n, d), for images of another height and width in
+        patches. Full images of unstated size have the aspect ratio of these images."""
+        before, full = self.before, self.full
+        if not self.is_stated and grid[0] != grid[1]:
+            before, full = _full_grid(value.shape[-2], grid)
+        return value if grid == full else resized_table(value, grid, before, full)
 
     def put(self, value: Tensor) -> None:
         """Replace the table, without a check of its type, and the indices of positions."""
@@ -76,6 +84,11 @@ class PatchGrid:
         return self.cut.stride[0]
 
     @property
+    def interpolates(self) -> bool:
+        """True if the model states that it interpolates its positions itself, as Thrifty's models do."""
+        return any(getattr(owner, "interpolates_positions", False) for owner in self.owners)
+
+    @property
     def encoder(self) -> nn.Module:
         """The outermost module whose first argument can be images, such as the image tower of a CLIP model."""
         return next(each for each in self.owners if next(iter(signature(each.forward).parameters)) != "input_ids")
@@ -84,14 +97,28 @@ class PatchGrid:
 TABLES: ModuleNote[tuple[tuple[str, str, int], ...]] = ModuleNote("position_tables")
 """Module and name of each position table of a model, with the number of positions before those of patches. Noted at
 first, because tables of large patches may be as small as other parameters."""
-INTERPOLATED: ModuleNote[bool] = ModuleNote("interpolated_positions")
-"""True on a model whose positions are interpolated for it; False as long as it accepts all images itself."""
+IS_WRAPPED: ModuleNote[bool] = ModuleNote("accepts_other_sizes")
+"""True on a model whose positions are interpolated for images of other sizes."""
 
 
-def resized_table(value: Tensor, grid: tuple[int, int], before: int) -> Tensor:
-    """Return positions (1, n, d) or (n, d) for another height and width in patches."""
+def resized_table(value: Tensor, grid: Grid, before: int, full: Grid | None = None) -> Tensor:
+    """Return positions (1, n, d) or (n, d) of a grid `full`, by default a square, for another height and width in
+    patches."""
     shape = (*value.shape[:-2], before + math.prod(grid), value.shape[-1])
-    return resized_positions(value.reshape(1, *value.shape[-2:]), grid, before).reshape(shape)
+    return resized_positions(value.reshape(1, *value.shape[-2:]), grid, before, full).reshape(shape)
+
+
+def _full_grid(count: int, like: Grid) -> tuple[int, Grid]:
+    """Return the number of positions before those of patches, and height and width of full images in patches, for a
+    table of `count` positions. Full images have the aspect ratio of images of `like` patches, and as few positions as
+    possible are not of patches."""
+    for before in range(count):
+        scale = math.sqrt((count - before) / math.prod(like))
+        full = (round(scale * like[0]), round(scale * like[1]))
+        if math.prod(full) == count - before:
+            return before, full
+    side = math.isqrt(count)
+    return count - side**2, (side, side)
 
 
 def find_grid(model: nn.Module) -> PatchGrid:
@@ -114,11 +141,19 @@ def find_grid(model: nn.Module) -> PatchGrid:
         )
     parts = name.split(".")
     owners = tuple(model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1))
+    stated = [(height // cut.stride[0], width // cut.stride[0]) for height, width in _stated_sizes(model, owners)]
     if (places := TABLES.get(model)) is None:
         around = (".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1))
-        found = (tuple(_search_tables(model, each, inside, cut.out_channels)) for each in around)
+        found = (tuple(_search_tables(model, each, inside, cut.out_channels, stated)) for each in around)
         places = TABLES.set(model, next(filter(None, found), ()))
-    return PatchGrid(name, cut, tuple(_table(model, *place) for place in places), owners)
+    return PatchGrid(name, cut, tuple(_table(model, stated, *place) for place in places), owners)
+
+
+def _stated_sizes(model: nn.Module, owners: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """Return heights and widths of images in pixels from attributes of the model and of modules around its patches."""
+    places = [*owners, *filter(None, [getattr(model, "config", None)])]
+    known = [vars(place)[name] for place in places for name in SIZES if vars(place).get(name)]
+    return [(each[-2], each[-1]) if isinstance(each, tuple | list) else (each, each) for each in known]
 
 
 def images_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -126,8 +161,11 @@ def images_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
     return next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.ndim == 4), None)
 
 
-def _search_tables(model: nn.Module, around: str, inside: set[str], width: int) -> Iterator[tuple[str, str, int]]:
-    """Yield the largest tables of the width of a token in the module `around`, which has the convolution."""
+def _search_tables(
+    model: nn.Module, around: str, inside: set[str], width: int, stated: Sequence[Grid]
+) -> Iterator[tuple[str, str, int]]:
+    """Yield the largest tables of the width of a token in the module `around`, which has the convolution, with the
+    number of positions that are not of patches. Full images are one of the `stated` grids, or square."""
     found: dict[tuple[str, str], int] = {}
     for path, module in model.named_modules():
         is_embedding = isinstance(module, nn.Embedding)
@@ -138,10 +176,13 @@ def _search_tables(model: nn.Module, around: str, inside: set[str], width: int) 
         found |= {(path, name): tensor.shape[-2] for name, tensor in tensors if _is_table(tensor, width)}
     for (path, name), count in found.items():
         if count == max(found.values()):
-            yield path, name, count - math.isqrt(count) ** 2
+            patches = next(
+                (size for size in map(math.prod, stated) if size <= count < 2 * size), math.isqrt(count) ** 2
+            )
+            yield path, name, count - patches
 
 
-def _table(model: nn.Module, path: str, name: str, before: int) -> PositionTable:
+def _table(model: nn.Module, stated: Sequence[Grid], path: str, name: str, before: int) -> PositionTable:
     owner = model.get_submodule(path)
     count = getattr(owner, name).shape[-2]
     ids = [
@@ -150,7 +191,9 @@ def _table(model: nn.Module, path: str, name: str, before: int) -> PositionTable
         for buffer, value in module.named_buffers(recurse=False)
         if isinstance(owner, nn.Embedding) and not value.is_floating_point() and value.numel() == count
     ]
-    return PositionTable(owner, name, math.isqrt(count - before), before, tuple(ids))
+    full = next((grid for grid in stated if math.prod(grid) == count - before), None)
+    side = math.isqrt(count - before)
+    return PositionTable(owner, name, full or (side, side), full is not None, before, tuple(ids))
 
 
 def _is_table(tensor: Tensor, width: int) -> bool:
@@ -168,9 +211,10 @@ def resize_patches(grid: PatchGrid, patch: int) -> None:
     cut.kernel_size = cut.stride = (patch, patch)
     changed: dict[int, int] = {before: patch}
     for table in grid.tables:
-        side = table.side * before // patch
-        value = table.resized((side, side)).clone()
-        changed |= {table.side**2: side * side, table.value.shape[-2]: value.shape[-2], table.side: side}
+        full = (table.full[0] * before // patch, table.full[1] * before // patch)
+        value = table.resized(table.value, full).clone()
+        changed |= {math.prod(table.full): math.prod(full), table.value.shape[-2]: value.shape[-2]}
+        changed |= dict(zip(table.full, full, strict=True))
         is_parameter = isinstance(table.value, nn.Parameter)
         table.put(nn.Parameter(value, table.value.requires_grad) if is_parameter else value)
         if isinstance(table.owner, nn.Embedding):
@@ -189,12 +233,12 @@ def _replace_number(owner: nn.Module, name: str, changed: dict[int, int]) -> Non
 
 
 def accept_other_sizes(model: nn.Module, who: str) -> None:
-    """Make a model accept images of other sizes than it was built for. Where the model does not do this itself, its
-    positions are interpolated at each call. A call that fails nevertheless raises RefusedError; `who` is the technique
-    that the message names."""
+    """Make a model accept images of other sizes than it was built for. Its positions are interpolated at each call,
+    unless the model does this itself. A call that fails nevertheless raises RefusedError; `who` is the technique that
+    the message names."""
     sees_images = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    if sees_images and INTERPOLATED.get(model) is None:
-        INTERPOLATED.set(model, False)
+    if sees_images and not IS_WRAPPED.get(model):
+        IS_WRAPPED.set(model, True)
         wrap_forward(model, partial(_at_size, who))
 
 
@@ -203,42 +247,54 @@ def _at_size(who: str, model: nn.Module, inner: Any, *args: Any, **kwargs: Any) 
     grid = None
     with suppress(RefusedError):  # a model without patches, which may accept any size
         grid = find_grid(model)
-    if images is None or grid is None or not _differs(model, grid, images):
+    if images is None or grid is None or grid.interpolates or not _differs(model, grid, images):
         return inner(*args, **kwargs)
-    if not INTERPOLATED.of(model):
+    # interpolated positions first, because a model that reads only the first rows of its table would not fail
+    failures: list[Exception] = []
+    ways = [nullcontext(), _positions_for(grid, images)]
+    for way in [_positions_for(grid, images, spare=True), *ways] if grid.tables else ways:
         try:
-            return inner(*args, **kwargs)
-        except (RuntimeError, ValueError, AssertionError):
-            INTERPOLATED.set(model, True)
-    try:
-        with _positions_for(grid, images):
-            return inner(*args, **kwargs)
-    except (RuntimeError, ValueError, AssertionError) as error:
-        if is_out_of_memory(error):
-            raise
-        height, width = images.shape[-2:]
-        raise RefusedError(
-            f"{class_name(model)} does not accept images of {height} x {width} pixels: {reason_of(error)}",
-            fix=f"--without {who}; or use a model whose positions can be interpolated, such as a ViT",
-        ) from error
+            with way:
+                return inner(*args, **kwargs)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            if is_out_of_memory(error):
+                raise
+            failures.append(error)
+    height, width = images.shape[-2:]
+    raise RefusedError(
+        f"{class_name(model)} does not accept images of {height} x {width} pixels: {reason_of(failures[-1])}",
+        fix=f"--without {who}; or use a model whose positions can be interpolated, such as a ViT",
+    ) from failures[-1]
 
 
 def _differs(model: nn.Module, grid: PatchGrid, images: Tensor) -> bool:
     """Return True if images may have another size than the model's."""
-    places = [*grid.owners, *filter(None, [getattr(model, "config", None)])]
-    known = [vars(place)[name] for place in places for name in SIZES if vars(place).get(name)]
-    sizes = {side for each in known for side in (each if isinstance(each, tuple | list) else (each,))}
-    sizes |= {table.side * grid.patch for table in grid.tables}
+    sizes = {side for size in _stated_sizes(model, grid.owners) for side in size}
+    sizes |= {count * grid.patch for table in grid.tables for count in table.full}
     return bool(sizes) and len({*sizes, *images.shape[-2:]}) > 1
 
 
 @contextmanager
-def _positions_for(grid: PatchGrid, images: Tensor) -> Iterator[None]:
+def _positions_for(grid: PatchGrid, images: Tensor, spare: bool = False) -> Iterator[None]:
     """Interpolate the positions inside the context, once the convolution has cut the images, and let modules that
-    compare the size of images accept this size."""
+    compare the size of images accept this size. With `spare`, add a row to a table that a model could take for one of
+    square images and interpolate again. A model that reads more than the rows that it needs then fails."""
     before = [(table, table.value, [owner._buffers[name] for owner, name in table.ids]) for table in grid.tables]
     sizes = [(owner, name, vars(owner)[name]) for owner in grid.owners for name in SIZES if name in vars(owner)]
-    hook = grid.cut.register_forward_hook(partial(_swap, grid))
+    full: list[Tensor] = []
+
+    def interpolate(cut: nn.Module, inputs: Any, output: Tensor) -> None:
+        height, width = output.shape[-2:]
+        looks_square = height != width and math.isqrt(height * width) ** 2 == height * width
+        if not full:  # read here, where a sharded table is whole
+            full.extend(table.value for table in grid.tables)
+        for table, value in zip(grid.tables, full, strict=True):
+            resized = table.resized(value, (height, width))
+            if spare and looks_square and resized is not value:
+                resized = torch.cat((resized, resized[..., -1:, :]), -2)
+            table.put(resized)
+
+    hook = grid.cut.register_forward_hook(interpolate)
     try:
         for owner, name, value in sizes:
             side = images.shape[-1] if isinstance(value, int) else type(value)(images.shape[-2:])
@@ -252,10 +308,3 @@ def _positions_for(grid: PatchGrid, images: Tensor) -> Iterator[None]:
             table.put(value)
             for (owner, name), buffer in zip(table.ids, ids, strict=True):
                 owner._buffers[name] = buffer
-
-
-def _swap(grid: PatchGrid, cut: nn.Module, inputs: Any, output: Tensor) -> None:
-    height, width = output.shape[-2:]
-    for table in grid.tables:
-        if (height, width) != (table.side, table.side):
-            table.put(table.resized((height, width)))

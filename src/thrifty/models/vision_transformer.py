@@ -29,6 +29,8 @@ class PatchEmbedding(nn.Module):
     sizes it is interpolated at each call."""
 
     position: Tensor
+    interpolates_positions = True
+    """Read by techniques that change the size of images."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from thrifty.core.state import TrainState
 from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resized_patches
-from thrifty.modeling.patch_grid import PatchGrid, find_grid, resize_patches, resized_table
+from thrifty.modeling.patch_grid import PatchGrid, find_grid, resize_patches
 
 FINAL_PATCH: ModuleNote[int] = ModuleNote("final_patch")
 
@@ -50,19 +50,19 @@ def find_patches(model: nn.Module) -> PatchGrid:
     return grid
 
 
-def _refuse_uneven_side(side: int, patch: int) -> None:
-    """Raise RefusedError if full images of `side` pixels cannot be cut into whole patches of `patch` pixels."""
-    if side % patch:
+def _refuse_uneven_sides(height: int, width: int, patch: int) -> None:
+    """Raise RefusedError if full images cannot be cut into whole patches of `patch` pixels."""
+    if height % patch or width % patch:
+        size = -(-max(height, width) // patch) * patch
         raise RefusedError(
-            f"images of {side} x {side} pixels cannot be cut into patches of {patch} x {patch}",
-            fix=f"fewer steps in curriculum.patch_size.at; or --set data.size={-(-side // patch) * patch}",
+            f"images of {height} x {width} pixels cannot be cut into patches of {patch} x {patch}",
+            fix=f"fewer steps in curriculum.patch_size.at; or --set data.size={size}",
         )
 
 
-def _refuse_fixed_grid(model: nn.Module, grid: PatchGrid, side: int) -> None:
-    """Raise RefusedError if a blank image of `side` pixels shows that other parts of the model depend on the number of
-    patches."""
-    blank = torch.zeros(1, grid.cut.in_channels, side, side, device=grid.cut.weight.device)
+def _refuse_fixed_grid(model: nn.Module, grid: PatchGrid, height: int, width: int) -> None:
+    """Raise RefusedError if a blank image shows that other parts of the model depend on the number of patches."""
+    blank = torch.zeros(1, grid.cut.in_channels, height, width, device=grid.cut.weight.device)
     try:
         with eval_mode(model), torch.no_grad():
             grid.encoder(blank)
@@ -104,18 +104,19 @@ class PatchSizeCurriculum(Technique):
         def restructure(model: nn.Module) -> nn.Module:
             grid = find_patches(model)
             FINAL_PATCH.set(model, grid.patch)
-            side = grid.tables[0].side * grid.patch
-            _refuse_uneven_side(side, grid.patch * factor)
+            height, width = (count * grid.patch for count in grid.tables[0].full)
+            _refuse_uneven_sides(height, width, grid.patch * factor)
             resize_patches(grid, grid.patch * factor)
-            _refuse_fixed_grid(model, grid, side)
+            _refuse_fixed_grid(model, grid, height, width)
             return model
 
         def resize(parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
             if value.ndim == 4:
                 return resized_patches(value, shape[-1])
             assert state.model is not None
-            before = find_patches(state.model).tables[0].before
-            return resized_table(value, (round((shape[-2] - before) ** 0.5),) * 2, before)
+            grid, patch = find_patches(state.model), FINAL_PATCH.of(state.model) * factor
+            height, width = (count * grid.patch // patch for count in grid.tables[0].full)
+            return grid.tables[0].resized(value, (height, width))
 
         reason = "large patches first" if step == 0 else "smaller patches"
         return StructuralChange(reason, {"patch_factor": factor}, restructure, resize=resize, moments="reset")

@@ -31,6 +31,7 @@ from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
+from thrifty.core.run_notes import add_note
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Fraction, Positive, Probability, Rate, SettingBound
 from thrifty.core.stages import Stage
@@ -95,8 +96,9 @@ def blocks_at(fraction: float, full: int) -> int:
 class GrowthSearchBackward:
     """A backward pass with the sizes of the current growth decision.
 
-    `state` counts steps. For each size of the last search, it also stores the number of trials and the sum of losses.
-    If time is measured, it stores the sum of seconds too.
+    `state` counts steps, and has the number of positions of an example. This number is negative if examples cannot be
+    shortened. For each size of the last search, `state` also has the number of trials and the sum of losses. If time is
+    measured, it has the sum of seconds too.
     """
 
     def __init__(self, inner: Backward, settings: "AutoGrow"):
@@ -116,10 +118,13 @@ class GrowthSearchBackward:
             return self.inner(model, objective, batch)
         index, (depth, length) = structure.size_at(step)
         searching = len(structure.sizes) > 1
-        if searching and step == structure.since:
-            for name in self.recorded:
-                self.state[name].zero_()
-            self.state["positions"].fill_(positions_of(model, batch))
+        if step == structure.since:
+            positions = positions_of(model, batch)
+            shorter = positions_of(model, shorten_examples(batch, self.settings.start, self.settings.multiple))
+            self.state["positions"].fill_(positions if shorter < positions else -positions)
+            if searching:
+                for name in self.recorded:
+                    self.state[name].zero_()
         began = time.perf_counter()
 
         def is_open(stack: str, block: int, _: int) -> bool:
@@ -128,7 +133,8 @@ class GrowthSearchBackward:
 
         with gates(model, self.settings.name, is_open):
             outcome = self.inner(model, objective, shorten_examples(batch, length, self.settings.multiple))
-        if searching and 0 < (loss := float(outcome.loss)) < math.inf:
+        weight = 1.0 if outcome.parts is None else outcome.parts * batch.weight[0]  # not yet divided by the parts
+        if searching and 0 < (loss := float(outcome.loss / weight)) < math.inf:
             values = {"count": 1.0, "loss": loss, "seconds": time.perf_counter() - began}
             for name in self.recorded:
                 self.state[name][index] += values[name]
@@ -142,8 +148,8 @@ class AutoGrow(Technique):
     full size.
 
     Decisions are logged with their losses and times, and replayed on resume. With `weight=0`, w is fitted to the tried
-    sizes: -d log loss / d log time. Length varies only for plain texts and images; other examples grow in depth alone.
-    Tokens are counted at full length.
+    sizes: -d log loss / d log time. Length varies only for plain texts and images; other examples, and those that
+    `multiple` does not let become shorter, grow in depth alone. Tokens are counted at full length.
 
     Differs from the paper: the paper searches for two epochs, with four averages of decays from 0.998 to 0.9996. Here
     one average is used.
@@ -195,6 +201,9 @@ class AutoGrow(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         add_gates(model, self.name)
+        structure = GROWN.get(model)
+        if structure is not None and set(structure.full.values()) == {1}:
+            add_note("each stack has one block, so only the size of examples grows")
         accept_other_sizes(model, self.name)
         return model
 
@@ -230,7 +239,9 @@ class AutoGrow(Technique):
         if step == boundaries[-1]:
             return {"why": "grow to the full size", "sizes": [[1.0, 1.0]]} if (depth, length) != (1.0, 1.0) else None
         if step in boundaries and (depth, length) != (1.0, 1.0):
-            sizes = [[*size] for size in product(sizes_up(depth, self.depths), sizes_up(length, self.lengths))]
+            is_fixed = int(state.techniques[self.name]["positions"]) <= 0
+            lengths = [1.0] if is_fixed else sizes_up(length, self.lengths)
+            sizes = [[*size] for size in product(sizes_up(depth, self.depths), lengths)]
             if len(sizes) > 1 and int(self.search) > 0:
                 return {"why": "grow, and try sizes", "sizes": sizes}
             return {"why": "grow", "sizes": sizes[:1]}
@@ -263,7 +274,7 @@ class AutoGrow(Technique):
         if self.time_source == "measured":
             return mean_over_ranks(trials["seconds"] / trials["count"].clamp(min=1))[list(tried)].tolist()
         dims = 2 if any(isinstance(module, nn.Conv2d) for module in model.modules()) else 1  # dims that are shortened
-        positions, full = int(trials["positions"]) or 1, GROWN.of(model).full
+        positions, full = abs(int(trials["positions"])) or 1, GROWN.of(model).full
         return [
             step_flops(model, {stack: blocks_at(depth, full[stack]) for stack in full}, positions * length**dims)
             for depth, length in sizes
