@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from pair_runs import pair_run
 from stacked_models import KINDS
 from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, tiny_model
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from thrifty.core.technique import Technique
 from thrifty.modeling.layer_shapes import in_width
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.modeling.residual_branches import find_branches
+from thrifty.techniques.curriculum.sequence_length import SequenceLengthWarmup
 from thrifty.techniques.growth._token_pooling import POOLED_IN, add_pooling, pool_targets, pool_tokens
 from thrifty.techniques.growth._width_growth import (
     copied_units,
@@ -65,11 +67,13 @@ def widened(model: nn.Module, small: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         value = own[name]
         if value.shape != parameter.shape:
-            path = next(path for path in inner if name.endswith(f".{path}"))
+            units = next(
+                each for (stack, path), each in inner.items() if name.startswith(stack) and name.endswith(f".{path}")
+            )
             dim = next(d for d in range(value.ndim) if value.shape[d] != parameter.shape[d])
-            value = duplicate_units(value, dim, parameter.shape[dim], inner[path].parts)
-            if inner[path].writes:
-                value = divide_outputs(value, dim, inner[path].units, 0.3, name)
+            value = duplicate_units(value, dim, parameter.shape[dim], units.parts)
+            if units.writes:
+                value = divide_outputs(value, dim, units.units, 0.3, name)
         parameter.copy_(value)
 
 
@@ -241,9 +245,19 @@ def test_inputs_that_cannot_be_shortened_are_refused() -> None:
 
 def test_an_encoder_decoder_grows_wider_on_both_sides() -> None:
     model = KINDS["our t5"].model()
-    assert {path for path in inner_parameters(model)} == {"mlp.up.weight", "mlp.down.weight"}
+    assert {path for _, path in inner_parameters(model)} == {"mlp.up.weight", "mlp.down.weight"}
     narrow_networks(model, 2)
     assert KINDS["our t5"].loss(model).isfinite()
+
+
+def test_towers_of_unequal_inner_widths_grow_wider() -> None:
+    chosen = [CompoundGrowth(at=(2,), depth=1, length=1), technique("optimizers.adamw")]
+    run = compose(pair_run(text_hidden=48), chosen, 3)
+    state = run.start()
+    advance(run, state, 2)
+    assert state.model is not None and sorted({*inner_widths(state.model)}) == [24, 32]
+    advance(run, state)
+    assert sorted({*inner_widths(state.model)}) == [48, 64]
 
 
 class RepeatedBatch(BatchSource):
@@ -260,6 +274,24 @@ def test_texts_of_the_user_with_masks_and_labels_grow_in_length() -> None:
     source = CompoundGrowth(at=(1, 2), length=4).batches(RepeatedBatch(whole))
     assert [source.at(step)["labels"].shape for step in range(3)] == [(4, 3), (4, 6), (4, 12)]
     assert source.at(0)["score"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("technique", "setting"),
+    [
+        (CompoundGrowth(at=(1, 2), length=4), "length=1"),
+        (SequenceLengthWarmup(start=4, until=3, multiple=4), "start=8"),
+    ],
+)
+def test_texts_that_would_lose_all_labels_are_refused(technique: Technique, setting: str) -> None:
+    tokens, labels = torch.ones(2, 4, 16, dtype=torch.int64)
+    labels[:2, :6] = labels[3] = -100  # prompts of 6 tokens, and a text without labels
+    source = RepeatedBatch(Batch({"input_ids": tokens, "labels": labels}, torch.ones(4)))
+    with pytest.raises(RefusedError, match="the first 4 tokens of 2 of 4 texts have no label") as refused:
+        technique.batches(source).at(0)
+    assert setting in refused.value.fix
+    longer = SequenceLengthWarmup(start=8, until=3, multiple=4).batches(source).at(0)
+    assert longer["labels"].shape == (4, 8)
 
 
 def test_images_are_refused_with_the_setting_that_keeps_them() -> None:

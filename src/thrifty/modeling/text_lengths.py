@@ -1,9 +1,15 @@
 """Texts whose length changes from step to step."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import RefusedError
+from thrifty.modeling.attention_cores import has_values
+
+IGNORED = -100
+"""Label of positions without a loss, as in torch's cross-entropy."""
 
 
 def has_only_text(batch: Batch) -> bool:
@@ -53,6 +59,23 @@ def text_length(batch: Batch, who: str, first_fix: str = "") -> int:
 
 def is_text(tensor: Tensor) -> bool:
     return tensor.ndim == 2 and not tensor.is_floating_point()
+
+
+def refuse_lost_labels(batch: Batch, length: int, who: str, fix: Callable[[int], str]) -> None:
+    """Raise RefusedError if the first `length` tokens of a text have no label, but later tokens have one. `who` is the
+    technique that the message names. `fix` returns the fix for the least length that keeps a label in each text."""
+    for name, tensor in batch.fields.items():
+        if not is_text(tensor) or not has_values(tensor):
+            continue
+        has_label = tensor != IGNORED
+        is_lost = has_label.any(1) & ~has_label[:, :length].any(1)
+        if bool(is_lost.any()):
+            least = int(has_label[is_lost].int().argmax(1).max()) + 1
+            raise RefusedError(
+                f"{who}: the first {length} tokens of {int(is_lost.sum())} of {len(tensor)} texts have no label, so "
+                f"these texts would not be learned ({name!r} is {IGNORED})",
+                fix=fix(least),
+            )
 
 
 def truncate_texts(batch: Batch, length: int) -> Batch:

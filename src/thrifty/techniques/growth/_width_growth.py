@@ -58,13 +58,14 @@ class InnerUnits:
     dim: int
 
 
-def inner_parameters(model: nn.Module) -> dict[str, InnerUnits]:
-    """Return the layout of every parameter that has a dim of inner units. Keys are parameter names inside a block.
+def inner_parameters(model: nn.Module) -> dict[tuple[str, str], InnerUnits]:
+    """Return the layout of every parameter that has a dim of inner units. Keys are (stack, name inside a block),
+    because stacks may have different widths.
 
     Raises RefusedError if the size of a layer is not a multiple of the number of units.
     """
     return {
-        name.removeprefix(f"{stack}.").partition(".")[2]: inner
+        (stack, name.removeprefix(f"{stack}.").partition(".")[2]): inner
         for stack, blocks in find_branches(model).items()
         for branch in blocks[0]
         if branch.kind == "mlp"

@@ -28,7 +28,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.structural_change import Moments, StructuralChange
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.text_lengths import full_text_length, truncate_texts
+from thrifty.modeling.text_lengths import full_text_length, refuse_lost_labels, truncate_texts
 from thrifty.techniques.growth._depth_growth import DepthMapping, cut_stacks
 from thrifty.techniques.growth._token_pooling import PooledObjective, add_pooling
 from thrifty.techniques.growth._width_growth import (
@@ -91,8 +91,10 @@ class CompoundGrowth(Technique):
             divisor = divisor_at(step, self.length, self.at)
             if divisor == 1:
                 return batch
-            full = full_text_length(source, step, batch, self.name, f"--set techniques.{self.name}.length=1")
-            return truncate_texts(batch, max(full // divisor, 1))
+            keep = f"--set techniques.{self.name}.length=1"
+            length = max(full_text_length(source, step, batch, self.name, keep) // divisor, 1)
+            refuse_lost_labels(batch, length, self.name, lambda least: keep)
+            return truncate_texts(batch, length)
 
         return MappedSource(source, shorten)
 
@@ -138,7 +140,7 @@ class _WiderValues:
     def resize(self, parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
         """Return `value` with its units duplicated along one dim, so that it has shape `shape`."""
         layer = parameter.rpartition(".")[0]
-        inner = next((own for name, own in self._parameters.items() if self._owns(layer, name)), None)
+        inner = next((own for place, own in self._parameters.items() if self._owns(layer, *place)), None)
         grown = [dim for dim, pair in enumerate(zip(value.shape, shape, strict=False)) if pair[0] != pair[1]]
         is_plain = inner is not None and len(grown) == 1 and value.ndim == len(shape)
         if not is_plain or value.shape[grown[0]] != inner.units * inner.parts:
@@ -151,18 +153,17 @@ class _WiderValues:
 
     def value(self, parameter: str, value: Tensor) -> Tensor:
         position = self.mapping.locate(parameter)
-        inner = self._parameters.get(position.path) if position else None
+        inner = self._parameters.get((position.stack, position.path)) if position else None
         if inner is None or not inner.writes or value.shape[inner.dim] == inner.units:
             return value
         return divide_outputs(value, inner.dim, inner.units, self.settings.spread, f"{self.settings.seed}/{parameter}")
 
-    def _owns(self, layer: str, name: str) -> bool:
-        """Return True if the parameter `name` belongs to `layer`. `name` is inside a block, `layer` inside the
-        model."""
+    def _owns(self, layer: str, stack: str, name: str) -> bool:
+        """Return True if the parameter `name` of a block of `stack` belongs to `layer`, a name inside the model."""
         position = self.mapping.locate(f"{layer}.")
-        return position is not None and position.path == f"{name.rpartition('.')[0]}."
+        return position is not None and (position.stack, position.path) == (stack, f"{name.rpartition('.')[0]}.")
 
     @cached_property
-    def _parameters(self) -> dict[str, InnerUnits]:
+    def _parameters(self) -> dict[tuple[str, str], InnerUnits]:
         assert self.mapping.state.model is not None
         return inner_parameters(self.mapping.state.model)
