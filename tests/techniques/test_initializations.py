@@ -281,21 +281,21 @@ def test_gates_of_the_stream_are_refused(initialized: Technique) -> None:
 
 @torch.no_grad()
 def test_skip_init_multiplies_branch_outputs() -> None:
-    model = SkipInit(initial_value=0.5, multiplier=1.0).model(tiny_model(depth=3, style="gpt"))
+    model = SkipInit(initial_value=0.25, multiplier=1.0).model(tiny_model(depth=3, style="gpt"))
     model.blocks[1].mlp.down.gain.fill_(-1.5)
     x = embedded_by_hand(model)
     for index, block in enumerate(model.blocks):
-        x = x + 0.5 * attention_by_hand(x, block.attention)
-        x = x + (-1.5 if index == 1 else 0.5) * mlp_by_hand(x, block.mlp)
+        x = x + 0.25 * attention_by_hand(x, block.attention)
+        x = x + (-1.5 if index == 1 else 0.25) * mlp_by_hand(x, block.mlp)
     torch.testing.assert_close(model(TOKENS), x)
 
 
 def test_skip_init_limits_the_initial_value() -> None:
     assert largest_start(16) == 0.25
-    SkipInit(initial_value=0.5).model(gpt(4))
-    with pytest.raises(RefusedError, match=r"initial_value '0\.6' exceeds 1 / sqrt\(4 blocks\)") as refused:
-        SkipInit(initial_value=0.6).model(gpt(4))
-    assert refused.value.fix == "--set techniques.initializations.skip_init.initial_value=0.5 or less"
+    SkipInit(initial_value=0.353).model(gpt(4))
+    with pytest.raises(RefusedError, match=r"initial_value '0\.36' exceeds 1 / sqrt\(8 branches\)") as refused:
+        SkipInit(initial_value=0.36).model(gpt(4))
+    assert refused.value.fix == "--set techniques.initializations.skip_init.initial_value=0.353 or less"
 
 
 # --- LayerScale -------------------------------------------------------------------------------------------------------

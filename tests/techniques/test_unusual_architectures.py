@@ -52,7 +52,7 @@ def test_repeated_blocks_count_each_time() -> None:
     assert 0.97 * bound < float(value.detach().abs().max()) <= bound * (1 + 1e-6)
     scaled = LayerScale().model(albert(24)).named_parameters()
     assert {round(float(p.detach().mean()), 9) for name, p in scaled if name.endswith("gain")} == {1e-5}
-    with pytest.raises(RefusedError, match="exceeds 1 / sqrt\\(16 blocks\\)"):
+    with pytest.raises(RefusedError, match="exceeds 1 / sqrt\\(32 branches\\)"):
         SkipInit(initial_value=0.5).model(albert(16))
     with collect_notes() as notes:
         Fixup().model(albert(16))

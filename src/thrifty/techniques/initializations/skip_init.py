@@ -29,19 +29,19 @@ from thrifty.modeling.residual_checks import refuse_other_paths
 from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
-def largest_start(blocks: int) -> float:
-    """Return the largest allowed initial value, 1 / sqrt(blocks).
+def largest_start(branches: int) -> float:
+    """Return the largest allowed initial value, 1 / sqrt(branches).
 
     Up to this value, the sum of all branches is at most as large as the residual stream.
     """
-    return 1 / math.sqrt(blocks)
+    return 1 / math.sqrt(branches)
 
 
 class SkipInit(NormFreeTechnique):
-    """An initial value above 1 / sqrt(blocks) is refused, because the paper's analysis does not allow it. The paper
-    adds dropout, since norms also regularize. The scalars have no weight decay. Embeddings are multiplied so that the
-    residual stream starts with a root mean square of 1, as after a norm. Norms of queries and keys, and norms in the
-    head, are not removed."""
+    """An initial value above 1 / sqrt(branches of a stack) is refused, because the paper's analysis does not allow it.
+    A block of the paper has one branch; a Transformer's block has two or three. The paper adds dropout, since norms
+    also regularize. The scalars have no weight decay. Embeddings are multiplied so that the residual stream starts with
+    a root mean square of 1, as after a norm. Norms of queries and keys, and norms in the head, are not removed."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "its scalars would keep their small initial values",
@@ -49,7 +49,7 @@ class SkipInit(NormFreeTechnique):
     }
 
     initial_value: Rate = 0.0
-    """Initial value of every scalar, at most 1 / sqrt(blocks)."""
+    """Initial value of every scalar, at most 1 / sqrt(branches of a stack)."""
     multiplier: Rate = 0.0
     """Factor of all embeddings; with 0, the residual stream starts with a root mean square of 1."""
     where: str = ""
@@ -60,12 +60,14 @@ class SkipInit(NormFreeTechnique):
         count = 0
         stacks = find_branches(model, self.where, ends_only=True)
         for stack, depth in depths(model, stacks).items():
-            if self.initial_value > largest_start(depth):
+            branches = sum(map(len, stacks[stack])) * depth // len(stacks[stack])
+            if self.initial_value > largest_start(branches):
+                rounded = math.floor(1000 * largest_start(branches)) / 1000
                 raise RefusedError(
-                    f"initial_value '{self.initial_value:g}' exceeds 1 / sqrt({depth} blocks)",
-                    fix=f"--set techniques.{self.name}.initial_value={largest_start(depth):.3g} or less",
+                    f"initial_value '{self.initial_value:g}' exceeds 1 / sqrt({branches} branches)",
+                    fix=f"--set techniques.{self.name}.initial_value={rounded:g} or less",
                 )
-            for branch in (branch for branches in stacks[stack] for branch in branches):
+            for branch in (branch for block in stacks[stack] for branch in block):
                 start = torch.full((1,), self.initial_value, device=branch.device)
                 add_gain(branch.writer, nn.Parameter(start))
                 count += 1
