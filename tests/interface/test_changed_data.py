@@ -84,6 +84,22 @@ def test_batch_ramp_follows_the_trainer_and_covers_each_epoch() -> None:
     assert len(first) == expected and [len(batch) for batch in second] == [8, 8, 8]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_ramp_resumes_at_the_next_batch(workers: int) -> None:
+    def ramp() -> Any:
+        loader = DataLoader(TensorDataset(torch.arange(64)), 8, num_workers=workers)
+        return thrifty.apply(loader, "batch_ramp", total_steps=STEPS, start=0.25, until=1.0, multiple=2)
+
+    whole, stopped, resumed = [len(batch[0]) for batch in ramp()], ramp(), ramp()
+    received = iter(stopped)
+    for _ in range(5):
+        next(received)
+    resumed.load_state_dict(stopped.state_dict())
+    expected = len(resumed)
+    sizes = [len(batch[0]) for batch in resumed]
+    assert sizes[:4] == whole[5:9] and sizes[0] > whole[0] and len(sizes) == expected
+
+
 class SizedSource(BatchSource):
     batch = 8
 

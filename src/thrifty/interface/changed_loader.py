@@ -127,6 +127,27 @@ class RampSampler:
         return number - self.batches + (left > 0 and not self.drop_last)
 
 
+class RampLoader(DataLoader):
+    """A loader with a `RampSampler`. It counts the batches that the loop received, since workers prefetch batches.
+
+    `state_dict` contains this number. If it is not loaded, a resumed loop starts at batch 0.
+    """
+
+    batches = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.batch_sampler.batches = self.batches  # type: ignore[union-attr]
+        for batch in super().__iter__():
+            self.batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.batches = self.batch_sampler.batches = state["batches"]  # type: ignore[union-attr]
+
+
 def change_data(data: Any, technique: Technique) -> Any:
     """Return the loader or dataset with a technique's changes applied to its batches.
 
@@ -167,7 +188,7 @@ def _rebuilt(data: Any, technique: Technique, sampler: Callable[[BatchSampler], 
             f"{technique.name} changes the batch size, which requires a DataLoader with a batch_size",
             fix=f"thrifty.apply(DataLoader(dataset, batch_size=…), {technique.name!r})",
         )
-    return DataLoader(data.dataset, batch_sampler=sampler(data.batch_sampler), **_settings(data))  # type: ignore[arg-type]
+    return RampLoader(data.dataset, batch_sampler=sampler(data.batch_sampler), **_settings(data))  # type: ignore[arg-type]
 
 
 def _settings(loader: DataLoader) -> dict[str, Any]:
