@@ -26,6 +26,7 @@ from thrifty.core.errors import RefusedError, UsageError
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
 from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.visible_tokens import prepare, visible_tokens_only
 from thrifty.models.families import assemble
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Encoder, initialize
@@ -363,6 +364,17 @@ def test_foreign_encoders_read_visible_tokens_in_place(family: str) -> None:
         assert lengths == [rows["visible"].shape[1]]
         assert (objective.predict(model, moved).logits[0] - before[0]).abs().max() > 1e-5
         torch.testing.assert_close(objective.predict(model, moved).logits[1:], before[1:])
+
+
+@pytest.mark.parametrize("family", ["ModernBert", "RoFormer"])
+@torch.no_grad()
+def test_texts_may_be_as_long_as_a_head_is_wide(family: str) -> None:
+    """The arguments of the blocks have a position dim and a dim of the head's width, here both of size 8."""
+    model, tokens = foreign(family, **FOREIGN[family]), torch.arange(16).view(2, 8) + 3
+    prepare(model)
+    expected = model(tokens).logits
+    with visible_tokens_only(model, torch.stack([torch.randperm(8) for _ in range(2)])):
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

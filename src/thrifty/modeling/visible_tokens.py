@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thrifty.core.errors import RefusedError, class_name, reason_of
 from thrifty.core.eval_mode import eval_mode
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import output_head
 from thrifty.core.randomness import preserved_draws
 from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
@@ -30,6 +30,9 @@ Finish = Callable[[Tensor, Rest], Tensor]
 """Function of all states (b, t, d) after the last block and of the first block's further arguments for all tokens."""
 PROBE = 7
 """Number of tokens of a test call; no usual width is 7."""
+POSITION_DIMS: ModuleNote[tuple[str, list[tuple[int, ...] | None]]] = ModuleNote("position_dims")
+"""Structure of a block's further arguments in the test call, and the dims of each that are positions; None for an
+argument that is no tensor. In other calls, a width may equal the number of tokens."""
 
 
 @dataclass
@@ -148,22 +151,42 @@ def _select(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         selection.embedded, selection.rest = x, rest
         x = gather_tokens(x, selection.visible)
     assert selection.embedded is not None
-    more, named = tree_map(partial(_rows_of, selection.visible, selection.embedded.shape[1]), rest)
+    values, structure = tree_flatten(rest)
+    dims = _position_dims(block, values, repr(structure), selection.embedded.shape[1])
+    rows = [_rows_of(selection.visible, each, value) for each, value in zip(dims, values, strict=True)]
+    more, named = tree_unflatten(rows, structure)
     return ((x, *more), named) if name is None else (more, {name: x, **named})
 
 
-def _rows_of(visible: Tensor, total: int, value: Any) -> Any:
-    """Return the part of an argument that belongs to the visible tokens: (…, n, k) of positions (…, t, k), and
-    (…, n, n) of a mask (…, t, t)."""
-    if not isinstance(value, Tensor) or value.ndim < 2:
-        return value
-    for dim in (-2, -1):
-        if value.shape[dim] == total and value.ndim + dim > 0:
-            value = value.expand(len(visible), *value.shape[1:])
-            shape, sizes = [1] * value.ndim, [*value.shape]
-            shape[0], shape[dim] = visible.shape
-            sizes[dim] = -1
-            value = value.gather(dim, visible.view(shape).expand(sizes))
+def _position_dims(block: nn.Module, values: list[Any], structure: str, total: int) -> list[tuple[int, ...]]:
+    """Return the dims of each argument that have a row for each of `total` tokens."""
+    dims = [
+        tuple(dim for dim in (-2, -1) if value.ndim + dim > 0 and value.shape[dim] == total)
+        if isinstance(value, Tensor)
+        else ()
+        for value in values
+    ]
+    noted = POSITION_DIMS.get(block)
+    if noted is None and total == PROBE:
+        known = [each if isinstance(value, Tensor) else None for each, value in zip(dims, values, strict=True)]
+        POSITION_DIMS.set(block, (structure, known))
+    if noted is None or noted[0] != structure:
+        return dims
+    return [
+        each if known is None else tuple(dim for dim in each if dim in known)
+        for each, known in zip(dims, noted[1], strict=True)
+    ]
+
+
+def _rows_of(visible: Tensor, dims: tuple[int, ...], value: Any) -> Any:
+    """Return the part of an argument that belongs to the visible tokens (b, n): (…, n, k) of positions (…, t, k), and
+    (…, n, n) of a mask (…, t, t). `dims` are the dims of positions."""
+    for dim in dims:
+        value = value.expand(len(visible), *value.shape[1:])
+        shape, sizes = [1] * value.ndim, [*value.shape]
+        shape[0], shape[dim] = visible.shape
+        sizes[dim] = -1
+        value = value.gather(dim, visible.view(shape).expand(sizes))
     return value
 
 
