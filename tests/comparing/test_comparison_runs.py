@@ -21,6 +21,7 @@ from thrifty.comparing.variants import Variant
 from thrifty.core.recipe import Budget, CheckpointSettings, EvaluationSettings, Recipe
 from thrifty.machine.lock_owner import lock_owner
 from thrifty.recipes.recipe_toml import recipe_to_data
+from thrifty.techniques.compile import CompiledBlocks
 from thrifty.training.run_lock import RunLock
 
 
@@ -98,6 +99,17 @@ def test_killed_process_is_a_failed_run(victim: str, tmp_path: Path, worker: Wor
     thread.join(60)
     assert ends[0].status == "failed" and "ended by signal 9" in ends[0].error
     assert worker(recipe, tmp_path).status == "finished"
+
+
+def test_a_run_too_short_for_compilation_resumes(tmp_path: Path) -> None:
+    """The start leaves out the compilation of the recipe, for example in the trials of a sweep."""
+    recipe = short("run", 4)
+    recipe = replace(recipe, techniques=(*recipe.techniques, CompiledBlocks(least_steps=100)))
+    paused = replace(recipe, checkpoints=replace(recipe.checkpoints, pause_at=0.5))
+    first = run_to_end(paused, tmp_path)
+    assert (first["status"], first["steps"]) == ("interrupted", 2)
+    ended = run_to_end(recipe, tmp_path)
+    assert (ended["status"], ended["steps"]) == ("finished", 4)
 
 
 def test_failed_run_reports_its_error(tmp_path: Path, worker: Worker) -> None:

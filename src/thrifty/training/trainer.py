@@ -16,6 +16,7 @@ from thrifty.core.plain_values import differences, read_extension
 from thrifty.core.randomness import draws_of_caller
 from thrifty.core.ranks import rank
 from thrifty.core.recipe import Budget, Recipe
+from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.user_sources import reference
 from thrifty.recipes.data_parallelism import with_data_parallelism
@@ -181,6 +182,8 @@ def _resume(
     for record in recorded.values():  # a budget that was extended after the checkpoint
         if "extended" in record:
             started = replace(started, budget=Budget(**record["extended"]))
+    if not any(technique.stage is Stage.COMPILE for technique in started.techniques):
+        recipe = without_slow_start(recipe, display.say)  # as the start did; a fork is compiled at any budget
     if refused := _changes(_binding(started), _binding(recipe, started)):
         raise UsageError(
             "the recipe is not the one this run was started with: " + "; ".join(refused),
