@@ -143,6 +143,22 @@ def test_interrupted_comparison_resumes_with_equal_outcome(tmp_path: Path) -> No
     assert second["outcome"] == whole["outcome"]
 
 
+def test_runs_of_a_comparison_never_pause(tmp_path: Path) -> None:
+    """A run that pauses is not at its end, so its loss would not be comparable."""
+    pauses: list[float | None] = []
+
+    def observe(recipe: Recipe) -> float:
+        pauses.append(recipe.checkpoints.pause_at)
+        return 0.0
+
+    pair = []
+    for variant in variants("batch 16: --set data.batch=16"):
+        checkpoints = replace(variant.recipe.checkpoints, pause_at=0.5)
+        pair.append(replace(variant, recipe=replace(variant.recipe, checkpoints=checkpoints)))
+    result = compare(pair, replace(SHORT, seeds=1), tmp_path / "race", workers=[Simulated(effect=observe)])
+    assert len(pauses) == len(result["runs"]) == 4 and set(pauses) == {None}
+
+
 def test_reordered_variants_keep_their_runs(tmp_path: Path) -> None:
     """Budgets and learning rates, which differ between variants, also stay."""
     texts = ("batch 16: --set data.batch=16", "batch 8: --set data.batch=8")

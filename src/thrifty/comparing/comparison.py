@@ -271,7 +271,7 @@ class _ComparisonRunner:
             seed=variant.recipe.seed + seed,
             budget=budget,
             evaluation=replace(settings, every=every, at_start=False, patience=None),
-            checkpoints=replace(variant.recipe.checkpoints, keep=1, extra_steps=()),
+            checkpoints=replace(variant.recipe.checkpoints, keep=1, extra_steps=(), pause_at=None),
         )
 
     def run(self, worker: RunLauncher, recipe: Recipe, **place: Any) -> dict[str, Any]:
