@@ -143,3 +143,12 @@ def test_higher_metric_can_be_better() -> None:
     result = judge(low, high, judged="accuracy", is_lower_better=False)
     assert result.verdict == "better" and "held-out accuracy higher by" in result.sentence
     assert judge(high, low, judged="accuracy", is_lower_better=False).verdict == "worse"
+
+
+def test_difference_that_is_not_found_has_the_metrics_sign() -> None:
+    metric = [0.5 + 0.001 * seed for seed in range(PAIRS)]
+    variant = [value + 0.01 * (-1) ** seed + 0.002 for seed, value in enumerate(metric)]
+    sentence = judge(metric, variant, judged="accuracy", is_lower_better=False).sentence
+    assert sentence.startswith("no difference: mean difference of held-out accuracy 0.00200, interval -0.0")
+    equal = judge(metric, metric, judged="accuracy", is_lower_better=False).sentence
+    assert equal == f"no difference: held-out accuracy is equal to the last bit in all {PAIRS} pairs"

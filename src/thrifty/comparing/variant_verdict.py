@@ -105,7 +105,7 @@ def judge(
     elif test.p <= alpha and test.high < 0:
         word, text = "better", _finding(test, relative, judged, "lower" if is_lower_better else "higher")
     else:
-        word, text = "no difference", _no_finding(test, mean, effect, needed)
+        word, text = "no difference", _no_finding(test, mean, effect, needed, judged, is_lower_better)
     if word in ("better", "worse") and abs(test.mean) < effect * mean:
         option = spelled("--min-effect", "min_effect")
         text += f"; smaller than {100 * effect:.3g} % ({option}), the smallest relevant effect"
@@ -135,12 +135,16 @@ def _finding(test: PairedDifferences, relative: float | None, judged: str, direc
     )
 
 
-def _no_finding(test: PairedDifferences, mean: float, effect: float, needed: int) -> str:
+def _no_finding(
+    test: PairedDifferences, mean: float, effect: float, needed: int, judged: str, is_lower_better: bool
+) -> str:
     if test.spread == 0 and test.mean == 0:
-        return f"the losses of all {test.pairs} pairs are equal to the last bit"
+        return f"held-out {judged} is equal to the last bit in all {test.pairs} pairs"
+    signed = (test.mean, test.low, test.high) if is_lower_better else (-test.mean, -test.high, -test.low)
+    difference, low, high = map(significant, signed)
     percentage = f" ({percent(test.smallest_effect / mean, 2)})" if mean else ""
     text = (
-        f"mean difference {significant(test.mean)}, interval {significant(test.low)} to {significant(test.high)}, "
+        f"mean difference of held-out {judged} {difference}, interval {low} to {high}, "
         f"p = {significant(test.p, 2)}, {test.pairs} pairs; "
         f"an effect of {significant(test.smallest_effect)}{percentage} would be found in "
         f"{percent(POWER, 0)} of such comparisons"
