@@ -381,3 +381,11 @@ def test_judged_metric_is_shown_in_tables_and_charts(tmp_path: Path) -> None:
     assert 0 < low < high  # type: ignore[operator]
     page = (tmp_path / "race" / "report.html").read_text()
     assert "held-out accuracy minus baseline" in page and "The verdict is based on accuracy only" in page
+
+
+def test_interval_has_the_confidence_of_several_variants(tmp_path: Path) -> None:
+    texts = ("batch 16: --set data.batch=16", "batch 8: --set data.batch=8")
+    for some, words in ((texts[:1], "(95 %)"), (texts, "(97.5 %)")):
+        content = compare(variants(*some), SHORT, tmp_path / str(len(some)), workers=[Simulated()])
+        assert f"minus baseline {words}" in ComparisonResult(content).table().head
+        assert words in charts(content)[-1][1]

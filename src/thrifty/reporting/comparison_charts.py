@@ -22,6 +22,8 @@ INTERPOLATED = 64
 """Number of points of a mean curve of runs that are measured at different amounts."""
 LEAST_PAIRS = 6
 """Number of pairs from which an interval is not the range of the pairs."""
+CONFIDENCE = 0.95
+"""Confidence of the interval of a single variant, for comparisons without a verdict."""
 BEGINNING = 0.15
 """Fraction of the time axis whose higher losses are cut off."""
 Comparison = Mapping[str, Any]
@@ -61,8 +63,13 @@ def found_difference(data: Comparison, label: str) -> Mapping[str, float | None]
 
 
 def interval_in_words(data: Comparison) -> str:
-    """Return the meaning of the ends of the interval of a difference."""
-    return "95 %" if data["definition"]["protocol"]["seeds"] >= LEAST_PAIRS else "range of pairs"
+    """Return the meaning of the ends of the interval of a difference. The confidence is corrected for the number of
+    variants."""
+    if data["definition"]["protocol"]["seeds"] < LEAST_PAIRS:
+        return "range of pairs"
+    variants = data.get("outcome", {}).get("variants", {}).values()
+    confidence = next((each["verdict"]["confidence"] for each in variants if "verdict" in each), CONFIDENCE)
+    return f"{100 * confidence:.3g} %"
 
 
 def _is_lower_better(data: Comparison) -> bool:
