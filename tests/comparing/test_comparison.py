@@ -10,14 +10,14 @@ import pytest
 from simulated_runs import Simulated, by_kind, variants
 
 from thrifty.comparing.comparison import compare
-from thrifty.comparing.comparison_protocol import ComparisonProtocol
+from thrifty.comparing.comparison_protocol import ComparisonProtocol, claim_folder
 from thrifty.comparing.equal_budgets import Equal, refuse_undecayed
 from thrifty.comparing.loss_curves import seconds_to_loss, steps_to_loss
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.recipe import Budget, Recipe
-from thrifty.interface.comparisons import ComparisonResult
+from thrifty.interface.comparisons import ComparisonResult, open_comparison
 from thrifty.reporting.comparison_charts import charts, found_difference
 from thrifty.reporting.comparison_page import cautions
 
@@ -389,3 +389,10 @@ def test_interval_has_the_confidence_of_several_variants(tmp_path: Path) -> None
         content = compare(variants(*some), SHORT, tmp_path / str(len(some)), workers=[Simulated()])
         assert f"minus baseline {words}" in ComparisonResult(content).table().head
         assert words in charts(content)[-1][1]
+
+
+def test_a_comparison_without_runs_has_a_page(tmp_path: Path) -> None:
+    with claim_folder(tmp_path / "race", variants("batch 16: --set data.batch=16"), SHORT):
+        result = open_comparison(tmp_path / "race")
+    assert (result.content["status"], result.exit_code) == ("running", 0)
+    assert "A baseline and one variant" in repr(result) and "A baseline and one variant" in result.page.read_text()

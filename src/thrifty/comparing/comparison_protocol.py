@@ -100,7 +100,8 @@ def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonPr
         if not before:
             folders = {variant.label: variant.folder for variant in variants}
             changes = {variant.label: variant.against(variants[0]) for variant in variants[1:]}
-            about = {"schema": SCHEMA, "name": path.name, "definition": definition, "environment": here}
+            about = {"schema": SCHEMA, "name": path.name, "status": "running", "exit_code": 0}
+            about |= {"definition": definition, "environment": here}
             folder.write_json("comparison", {**about, "folders": folders, "changes": changes, "runs": []})
         yield folder
 
