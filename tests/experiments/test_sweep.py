@@ -30,6 +30,7 @@ class Pretending:
     """Launcher whose runs end at once. Their loss is the distance of the learning rate from 0.4."""
 
     loss: Callable[[Recipe], float | None] = lambda recipe: abs(rate_of(recipe) - 0.4)
+    metrics: dict[str, float | None] = field(default_factory=dict)
     fails: str = ""
     stops_at: int = 0
     """Number of the run that a signal stops, once; 0 for none."""
@@ -42,7 +43,8 @@ class Pretending:
         if recipe.name == self.fails:
             return RunExit(1, "the loss was not finite", 1.0, None)
         steps = round((recipe.checkpoints.pause_at or 1) * (recipe.budget.steps or 0))
-        summary = {"steps": steps, "tokens": 9 * steps, "seconds": 0.1 * steps, "held_out_loss": self.loss(recipe)}
+        used = {"steps": steps, "tokens": 9 * steps, "seconds": 0.1 * steps}
+        summary = {**used, "held_out_loss": self.loss(recipe), "held_out": self.metrics}
         (runs / recipe.name).mkdir(exist_ok=True)
         (runs / recipe.name / "summary.json").write_text(json.dumps(summary))
         return RunExit(0, "", 1.0, None)
@@ -95,6 +97,12 @@ def test_a_failed_trial_is_kept_and_takes_the_last_place(tmp_path: Path) -> None
     assert result.trials[-1]["run"] == "trial-3" and "failed: the loss was not finite" in str(result)
     with pytest.raises(ThriftyError, match="no trial is left: its held-out loss is not finite"):
         sweep(tmp_path / "all", Pretending(loss=lambda recipe: None))
+
+
+def test_a_sweep_whose_metric_is_never_finite_is_refused(tmp_path: Path) -> None:
+    recipe = replace(BASE, evaluation=replace(BASE.evaluation, judge="accuracy"))
+    with pytest.raises(ThriftyError, match="no trial is left: its held-out accuracy is not finite"):
+        sweep(tmp_path / "sweep", Pretending(metrics={"accuracy": None}), recipe=recipe)
 
 
 def test_another_definition_in_the_folder_is_refused(tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ class _SweepRunner:
                 run_on_workers(self.workers, turns)
                 places = sorted(places, key=lambda place: self.rank(place, rung))
                 if self.rank(places[0], rung) == math.inf:
-                    last = next(trial["error"] for trial in reversed(self.trials) if "error" in trial)
+                    unjudged = f"its held-out {self.recipe.evaluation.judge} is not finite"
+                    last = next((trial["error"] for trial in reversed(self.trials) if "error" in trial), unjudged)
                     what, _, fix = last.partition(" fix: ")
                     raise ThriftyError(f"no trial is left: {what}", fix=fix or "narrow the ranges of the sweep")
         except RunStopped as stopped:
