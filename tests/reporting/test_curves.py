@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.reporting.run_curves import Curve, StepColumns
+from thrifty.reporting.run_charts import overlaid
+from thrifty.reporting.run_curves import Curve, RunCurves, StepColumns
 
 values = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=400)
 limits = st.integers(4, 60)
@@ -74,3 +75,12 @@ def test_a_later_column_has_gaps_before():
     curves.add("accuracy")
     curves.put(2, {"loss": 1.0, "accuracy": 0.5})
     assert curves.curve("accuracy").points == [(2, 0.5)] and len(curves.curve("loss")) == 2
+
+
+def test_losses_by_seconds_have_fractions_of_a_second():
+    curves = RunCurves()
+    for step in (1, 2):
+        curves.put({"kind": "step", "step": step, "seconds": 0.4 * step})
+        curves.put({"kind": "evaluation", "step": step, "loss": 3.0 - step})
+    (figure,) = [figure for figure in overlaid({"run": curves}) if figure.id == "held_out_seconds"]
+    assert [(row["step"], row["value"]) for row in figure.data["runs"]] == [(0.4, 2.0), (0.8, 1.0)]

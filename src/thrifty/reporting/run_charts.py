@@ -133,7 +133,7 @@ def _in_seconds(curve: Curve, seconds: Curve) -> Curve:
     """Return the curve with seconds of training instead of steps."""
     if not len(seconds):
         return NO_CURVE
-    return Curve(np.interp(curve.steps, seconds.steps, seconds.values).astype(np.int64), curve.values)
+    return Curve(np.interp(curve.steps, seconds.steps, seconds.values).round(3), curve.values)
 
 
 def _overlay(id: str, title: str, unit: str, curves: Mapping[str, Curve], x: str) -> ChartFigure:
@@ -316,7 +316,7 @@ def _rows(points: Iterable[CurvePoint]) -> Rows:
 
 
 def _step_axis(title: str = "step") -> alt.X:
-    axis = alt.Axis(title=title, format="~s", tickCount=6)
+    axis = alt.Axis(title=title, format="~s" if title == "step" else ",~g", tickCount=6)
     return alt.X("step:Q", axis=axis, scale=alt.Scale(nice=False, zero=False))
 
 

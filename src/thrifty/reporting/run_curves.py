@@ -25,7 +25,8 @@ MEASURES = 64
 
 
 class CurvePoint(NamedTuple):
-    step: int
+    step: float
+    """Step, or seconds of training."""
     value: float
 
 
@@ -103,9 +104,9 @@ def curves_of(record: RunRecord) -> RunCurves:
 
 
 class Curve:
-    """Curve of one field: ascending steps (n,) and finite values (n,)."""
+    """Curve of one field: ascending steps (n,), or seconds in their place, and finite values (n,)."""
 
-    def __init__(self, steps: NDArray[np.int64], values: NDArray[np.float64]):
+    def __init__(self, steps: NDArray[np.int64] | NDArray[np.float64], values: NDArray[np.float64]):
         self.steps, self.values = steps, values
 
     def __len__(self) -> int:
@@ -136,7 +137,7 @@ class Curve:
             half = min(reach, index)  # the window shrinks towards the steep beginning
             # a direct sum, because differences of running sums are only rounding errors after one huge value
             mean = self.values[index - half : index + half + 1].mean()
-            smoothed.append(CurvePoint(int(self.steps[index]), float(mean)))
+            smoothed.append(CurvePoint(self.steps[index].item(), float(mean)))
         return smoothed
 
     @property
@@ -165,7 +166,7 @@ class Curve:
         return self._points(range(len(self)))
 
     def _points(self, indices: Sequence[int]) -> list[CurvePoint]:
-        return [CurvePoint(int(self.steps[index]), float(self.values[index])) for index in indices]
+        return [CurvePoint(self.steps[index].item(), float(self.values[index])) for index in indices]
 
 
 def _stretches(length: int, count: int) -> list[tuple[int, int]]:

@@ -157,7 +157,7 @@ def _event(event: Mapping[str, Any]) -> str:
     return _text(event.get("text"))
 
 
-def _last_within(points: Sequence[CurvePoint], first: int, last: int) -> str:
+def _last_within(points: Sequence[CurvePoint], first: float, last: float) -> str:
     inside = [point.value for point in points if first <= point.step <= last]
     return significant(inside[-1]) if inside else ""
 
