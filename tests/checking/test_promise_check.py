@@ -19,12 +19,12 @@ from torch import nn
 from thrifty.checking import promise_check as checking
 from thrifty.checking.check_verdicts import PromiseVerdict
 from thrifty.checking.label_check import labels
-from thrifty.checking.observed_runs import farthest, relative
+from thrifty.checking.observed_runs import farthest, is_equal, relative
 from thrifty.checking.promise_check import check, check_run
 from thrifty.checking.rank_check import smaller_mesh
 from thrifty.cli.check import command
 from thrifty.core.backward import Backward, BackwardResult
-from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.batches import Batch, BatchSource, WrappedSource
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.mesh import Mesh
 from thrifty.core.objective import Objective
@@ -54,6 +54,17 @@ class Scaled(Technique):
 
 class ScaledWithin(Scaled):
     stage, numerics, tolerance = Stage.CLIP, Numerics.ROUNDING, 1e-4
+
+
+class UnknownScores(WrappedSource):
+    """Source whose batches have an unused field of NaN."""
+
+    def __init__(self, source: BatchSource):
+        self.source, self.batch = source, source.batch
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        batch = self.source.rows(step, start, stop)
+        return replace(batch, fields={**batch.fields, "score": torch.full((len(batch),), math.nan)})
 
 
 class FromTwelveOn(Technique):
@@ -111,6 +122,29 @@ def test_relative_error_of_the_worst_gradient() -> None:
     assert farthest({"small": wanted["small"]}, wanted) == (pytest.approx(1.0), "large")
     assert farthest({"large": torch.tensor([3.0, torch.nan])}, wanted) == (math.inf, "large")
     assert relative(3.0, 4.0) == 0.25 and relative(math.nan, 4.0) == math.inf
+
+
+def test_nan_equals_nan() -> None:
+    values = torch.tensor([math.nan, math.inf, 1.0])
+    assert is_equal(values, values.clone())
+    assert not is_equal(values, values.flip(0)) and not is_equal(values, values[:2])
+    assert not is_equal(values, torch.tensor([math.nan, -math.inf, 1.0]))
+
+
+def test_nan_in_the_data_breaks_no_promise() -> None:
+    results = check_run(lambda: replace(plain_run(), source=UnknownScores(plain_run().source)), with_optimizer([]))
+    assert [verdict for verdict in results if verdict.outcome == "broken"] == []
+
+
+def test_a_loss_that_is_not_finite_is_the_only_fault() -> None:
+    def build() -> nn.Module:
+        model = plain_run().build()
+        nn.init.constant_(next(model.parameters()), math.nan)
+        return model
+
+    results = check_run(lambda: replace(plain_run(), build=build), with_optimizer([]))
+    faults = [(verdict.promise, verdict.measured) for verdict in results if verdict.outcome == "broken"]
+    assert faults == [("it trains", "the loss of step 1 is not finite: nan")]
 
 
 def test_row_without_a_learned_token_is_broken() -> None:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
-from thrifty.checking.observed_runs import DRAWING, CheckSubject, farthest, gradients_of, relative, without_dropout
+from thrifty.checking.observed_runs import (
+    DRAWING,
+    CheckSubject,
+    farthest,
+    gradients_of,
+    is_equal,
+    relative,
+    without_dropout,
+)
 from thrifty.composition.compose import Run
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batch_norms import normalized_apart
@@ -217,8 +225,8 @@ def _distance(actual: LossAndGradients, wanted: LossAndGradients) -> str:
 def _same(one: Batch, other: Batch) -> bool:
     return (
         one.fields.keys() == other.fields.keys()
-        and torch.equal(one.weight, other.weight)
-        and all(torch.equal(tensor, other[name]) for name, tensor in one.fields.items())
+        and is_equal(one.weight, other.weight)
+        and all(is_equal(tensor, other[name]) for name, tensor in one.fields.items())
     )
 
 

@@ -7,13 +7,13 @@ all selected techniques together.
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.observed_runs import (
     DRAWING,
     CheckSubject,
     StepObservations,
+    is_equal,
+    is_same,
     one_line_error,
     train_observed,
 )
@@ -98,7 +98,7 @@ class _References:
         if key not in self.known:
             _, trace = train_observed(self.subject, base, quiet=quiet)
             _, other = train_observed(self.subject, base, quiet=quiet, steps=1, seed=self.subject.seed + 1)
-            self.known[key] = trace, other.losses[0] != trace.losses[0]
+            self.known[key] = trace, not is_same(other.losses[0], trace.losses[0])
         return self.known[key]
 
 
@@ -116,12 +116,12 @@ def _bitwise(
     )
     for step, (mine, theirs) in enumerate(pairs, start=1):
         for quantity, one, other in zip(("loss", "gradient norm"), mine, theirs, strict=True):
-            if one != other:
+            if not is_same(one, other):
                 measured = f"{promised}; the {quantity} of step {step} is {one:.9g}, not {other:.9g}"
                 return broken("exact", about, measured, _without(chosen))
     now, then = actual.tensors(), wanted.tensors()
     for name, tensor in then.items():
-        if name not in now or not torch.equal(now[name], tensor):
+        if name not in now or not is_equal(now[name], tensor):
             measured = f"{promised}; after {len(actual.losses)} steps {name} differs"
             return broken("exact", about, measured, _without(chosen))
     steps = len(actual.losses)

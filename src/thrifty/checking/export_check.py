@@ -88,7 +88,9 @@ def _logits(model: nn.Module, run: Run, subject: CheckSubject) -> Tensor:
 def _distance(actual: Tensor, wanted: Tensor) -> float:
     if actual.shape != wanted.shape:
         return float("inf")
-    return float((actual - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30)
+    same = (actual == wanted) | (actual.isnan() & wanted.isnan())  # such as the -inf of masked logits
+    difference = (actual - wanted).masked_fill(same, 0.0).abs().max()
+    return float(difference) / max(float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max()), 1e-30)
 
 
 def _write(model: nn.Module, recipe: Recipe, ends: ModelSpec, folder: Path) -> None:

@@ -88,6 +88,12 @@ class StepObservations:
     def tensors(self) -> dict[str, Tensor]:
         return {name: full_value(tensor) for name, tensor in self.state.tensors().items()}
 
+    @property
+    def not_finite(self) -> str:
+        """Description of the first loss that is not finite; empty if all losses are finite."""
+        steps = (step for step, loss in enumerate(self.losses, start=1) if not math.isfinite(loss))
+        return next((f"the loss of step {step} is not finite: {self.losses[step - 1]}" for step in steps), "")
+
 
 class GradientProbe(Technique):
     """Technique that calls `see` with the model after each backward pass, when gradients are complete."""
@@ -188,6 +194,20 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
             gradients[name] = gradient.detach().float().clone()
             parameter.grad = None
     return gradients
+
+
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors have the same shape and values. NaN equals NaN."""
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or not (one.is_floating_point() and other.is_floating_point()):
+        return False
+    return torch.allclose(one.cpu().double(), other.cpu().double(), rtol=0, atol=0, equal_nan=True)
+
+
+def is_same(one: float, other: float) -> bool:
+    """Return True if two numbers are equal. NaN equals NaN."""
+    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def relative(actual: float, wanted: float) -> float:

@@ -39,6 +39,10 @@ LEAST = 3
 """Minimum number of steps. Some parameters have a gradient only after some steps. For example, the gradient of LoRA's A
 is zero until B has changed.
 """
+NOT_FINITE = (
+    "lower the learning rate; or --with gradients.clip; or, if it is step 1, remove the cause in the data, the initial "
+    "values or the loss"
+)
 
 Say = Callable[[str], None]
 
@@ -126,6 +130,9 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
         lacking = missing_deterministic_kernel(error)
         fix = lacking.fix if lacking else _blamed(str(error), subject)
         yield broken(promise, "run", one_line_error(lacking or error), fix)
+        return
+    if trace.not_finite:  # values of later steps and of other runs mean nothing
+        yield broken("it trains", "run", trace.not_finite, NOT_FINITE)
         return
     promising = [one.name for one in subject.alone if type(one).holds is not Technique.holds]
     text = f"checked at each of {subject.steps} steps by {', '.join(promising)}" if promising else ""

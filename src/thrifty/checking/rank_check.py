@@ -71,6 +71,8 @@ def across_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, start: Sta
     mesh_sizes(recipe, count)
     subject = replace(subject, device=torch.device("cpu"), techniques=settled)
     _, alone = train_observed(subject, subject.alone)
+    if alone.not_finite:
+        return not_applicable(PROMISE, ABOUT, alone.not_finite)
     _, other = train_observed(subject, subject.alone, steps=1, seed=subject.seed + 1)
     is_random = other.losses[0] != alone.losses[0]  # with dropout, each rank drops different values
     if is_random:

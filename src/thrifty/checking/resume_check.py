@@ -5,10 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds
-from thrifty.checking.observed_runs import CheckSubject, StepObservations, advance, one_line_error
+from thrifty.checking.observed_runs import (
+    CheckSubject,
+    StepObservations,
+    advance,
+    is_equal,
+    is_same,
+    one_line_error,
+)
 from thrifty.composition.compose import Run
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.state import TrainState, read_log
@@ -51,13 +56,13 @@ def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSav
 
 def _difference(run: Run, resumed: StepObservations, trace: StepObservations, step: int) -> str:
     for number, (one, other) in enumerate(zip(resumed.losses, trace.losses[step:], strict=True), start=step + 1):
-        if one != other:
+        if not is_same(one, other):
             return f"the loss of step {number} is {one:.9g}, not {other:.9g}"
     now, then = resumed.tensors(), trace.tensors()
     if now.keys() != then.keys():
         return f"the state has different tensors, such as {sorted(now.keys() ^ then.keys())[0]}"
     for name, tensor in then.items():
-        if not torch.equal(now[name], tensor):
+        if not is_equal(now[name], tensor):
             return f"{name} differs after {run.steps} steps"
     if _scalars(resumed.state) != _scalars(trace.state):
         return "its counters or its log of changes differ"
@@ -65,6 +70,6 @@ def _difference(run: Run, resumed: StepObservations, trace: StepObservations, st
 
 
 def _scalars(state: TrainState) -> dict[str, Any]:
-    scalars = json.loads(json.dumps(state.scalars()))
+    scalars = json.loads(json.dumps(state.scalars()), parse_constant=str)  # NaN equals NaN as text
     scalars["counters"].pop("seconds", None)
     return scalars
