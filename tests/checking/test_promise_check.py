@@ -27,10 +27,11 @@ from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource, WrappedSource
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.mesh import Mesh
-from thrifty.core.objective import Objective
+from thrifty.core.objective import Objective, Prediction
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.objectives.chat_answers import ChatAnswers
+from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
 
 
@@ -65,6 +66,14 @@ class UnknownScores(WrappedSource):
     def rows(self, step: int, start: int, stop: int) -> Batch:
         batch = self.source.rows(step, start, stop)
         return replace(batch, fields={**batch.fields, "score": torch.full((len(batch),), math.nan)})
+
+
+class NoisyLoss(NextToken):
+    """Objective whose losses are multiplied by random values, in training and evaluation."""
+
+    def losses(self, prediction: Prediction, batch: Batch) -> torch.Tensor:
+        losses = super().losses(prediction, batch)
+        return losses * (1 + torch.rand_like(losses))
 
 
 class FromTwelveOn(Technique):
@@ -145,6 +154,17 @@ def test_a_loss_that_is_not_finite_is_the_only_fault() -> None:
     results = check_run(lambda: replace(plain_run(), build=build), with_optimizer([]))
     faults = [(verdict.promise, verdict.measured) for verdict in results if verdict.outcome == "broken"]
     assert faults == [("it trains", "the loss of step 1 is not finite: nan")]
+
+
+def test_a_loss_that_draws_random_values_breaks_no_promise() -> None:
+    results = check_run(
+        lambda: replace(plain_run(), objective=NoisyLoss()),
+        with_optimizer([technique("large_batch.gradient_accumulation"), technique("memory.recompute")]),
+    )
+    assert [verdict for verdict in results if verdict.outcome == "broken"] == []
+    reasons = {verdict.promise: verdict.measured for verdict in results if verdict.outcome == "not applicable"}
+    assert reasons["rounding"] == reasons["one big batch"] == "the loss draws random values"
+    assert {"exact", "resume"} <= {verdict.promise for verdict in results if verdict.outcome == "holds"}
 
 
 def test_row_without_a_learned_token_is_broken() -> None:

@@ -1,7 +1,7 @@
 """Checks of the effective batch: the examples of each step, and the gradient."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.observed_runs import (
     DRAWING,
+    RANDOM,
     CheckSubject,
     farthest,
     gradients_of,
@@ -22,6 +23,7 @@ from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batch_norms import normalized_apart
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.randomness import start_draws
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
@@ -64,7 +66,9 @@ def accumulation(subject: CheckSubject, run: Run, state: TrainState) -> PromiseV
     if subject.batch_norms and _is_at_once(run):
         return not_applicable(promise, "gradients", normalized_apart(subject.batch_norms))
     batch, allowed = unequal(run.source, subject), _allowed(run)
-    with _deterministic(model, run, batch):
+    with _deterministic(model, run, batch) as is_random:
+        if is_random:
+            return not_applicable(promise, "gradients", RANDOM)
         wanted = _gradient(_at_once(run).backward, model, run.objective, batch)
         if _is_at_once(run):
             if run.objective.joint:
@@ -99,7 +103,9 @@ def out_of_memory(subject: CheckSubject, run: Run, state: TrainState) -> Promise
     batch = unequal(run.source, subject)
     if _is_at_once(run):
         return unhandled
-    with _deterministic(model, run, batch):
+    with _deterministic(model, run, batch) as is_random:
+        if is_random:
+            return not_applicable(promise, "gradients", RANDOM)
         at_once, backward, seen = _at_once(run).backward, _settled(run).backward, MemoryLimitedObjective(run.objective)
         wanted = [_gradient(at_once, model, run.objective, batch) for _ in range(2)]
         _gradient(_settled(run).backward, model, seen, batch)
@@ -174,18 +180,28 @@ def _model(state: TrainState) -> nn.Module:
 
 
 @contextmanager
-def _deterministic(model: nn.Module, run: Run, batch: Batch) -> Iterator[None]:
-    """Disable dropout inside the context if the model's loss depends on random numbers."""
-    losses = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        losses.append(_gradient(_at_once(run).backward, model, run.objective, batch)[0])
-    with nullcontext() if losses[0] == losses[1] else without_dropout(model):
-        yield
+def _deterministic(model: nn.Module, run: Run, batch: Batch) -> Iterator[bool]:
+    """Disable dropout inside the context if the model's loss depends on random numbers. Yield True if the loss depends
+    on random numbers without dropout too.
+    """
+
+    def is_random() -> bool:
+        losses = [_gradient(_at_once(run).backward, model, run.objective, batch, seed)[0] for seed in range(2)]
+        return losses[0] != losses[1]
+
+    if not is_random():
+        yield False
+        return
+    with without_dropout(model):
+        yield is_random()
 
 
-def _gradient(backward: Backward, model: nn.Module, objective: Objective, batch: Batch) -> LossAndGradients:
+def _gradient(
+    backward: Backward, model: nn.Module, objective: Objective, batch: Batch, seed: int = 0
+) -> LossAndGradients:
+    """Return the loss and the gradients of a batch, with random numbers that depend on the seed only."""
     gradients_of(model)
+    start_draws(seed, batch.weight.device)
     return float(backward(model, objective, batch).loss), gradients_of(model)
 
 

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.observed_runs import (
     DRAWING,
+    RANDOM,
     CheckSubject,
     StepObservations,
     is_equal,
     is_same,
     one_line_error,
+    reference_run,
     train_observed,
 )
 from thrifty.checking.rounding import IN_16_BITS, compare_rounding, loss_sensitivity
@@ -60,7 +62,9 @@ class _References:
             reference, is_random = self.reference(base)
             quiet = is_random and not exact
             if quiet:
-                reference, _ = self.reference(base, quiet=True)
+                reference, is_random = self.reference(base, quiet=True)
+                if is_random:
+                    return not_applicable(promise, about, RANDOM)
             observations = self.trained([*base, *chosen], quiet)
         except UsageError as refused:
             return not_applicable(promise, about, f"it cannot run alone: {refused.what}")
@@ -93,12 +97,10 @@ class _References:
         return train_observed(self.subject, techniques, quiet=quiet)[1]
 
     def reference(self, base: Sequence[Technique], quiet: bool = False) -> tuple[StepObservations, bool]:
-        """Return a reference run, and True if its loss depends on random numbers, such as those of dropout."""
+        """Return the `reference_run` of techniques."""
         key = (*(one.name for one in base), str(quiet))
         if key not in self.known:
-            _, trace = train_observed(self.subject, base, quiet=quiet)
-            _, other = train_observed(self.subject, base, quiet=quiet, steps=1, seed=self.subject.seed + 1)
-            self.known[key] = trace, not is_same(other.losses[0], trace.losses[0])
+            self.known[key] = reference_run(self.subject, base, quiet)
         return self.known[key]
 
 

@@ -14,6 +14,7 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.eval_mode import eval_mode
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec
 from thrifty.core.plain_values import to_data
+from thrifty.core.randomness import start_draws
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.state import TrainState
 from thrifty.modeling.module_surgery import find_blocks
@@ -81,6 +82,7 @@ def _of_folder(model: nn.Module, folder: Path) -> nn.Module:
 @torch.no_grad()
 def _logits(model: nn.Module, run: Run, subject: CheckSubject) -> Tensor:
     batch = run.source.at(0).to(subject.device)
+    start_draws(subject.seed, subject.device)  # a model may draw random values in evaluation too
     with eval_mode(model):
         return run.plain.objective.predict(model, batch).logits.float().cpu()
 

@@ -28,6 +28,8 @@ from thrifty.training.loop import train
 
 DRAWING = (Stage.COMPRESS, Stage.SELECT)
 """Stages that sample examples or gradient values."""
+RANDOM = "the loss draws random values"
+"""Reason why runs cannot be compared if dropout is not the only random part of the loss."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,15 @@ def train_observed(
     at(watched, trace.state)
     advance(watched, trace, subject.seed if seed is None else seed, steps, at)
     return replace(watched, techniques=tuple(t for t in watched.techniques if not isinstance(t, GradientProbe))), trace
+
+
+def reference_run(
+    subject: CheckSubject, techniques: Sequence[Technique], quiet: bool = False
+) -> tuple[StepObservations, bool]:
+    """Return the observations of a run, and True if its loss depends on random numbers, such as those of dropout."""
+    _, trace = train_observed(subject, techniques, quiet=quiet)
+    _, other = train_observed(subject, techniques, quiet=quiet, steps=1, seed=subject.seed + 1)
+    return trace, not is_same(other.losses[0], trace.losses[0])
 
 
 def advance(

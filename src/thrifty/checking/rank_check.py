@@ -21,7 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
-from thrifty.checking.observed_runs import DRAWING, CheckSubject, StepObservations, one_line_error, train_observed
+from thrifty.checking.observed_runs import (
+    DRAWING,
+    RANDOM,
+    CheckSubject,
+    StepObservations,
+    one_line_error,
+    reference_run,
+    train_observed,
+)
 from thrifty.checking.rounding import IN_16_BITS, compare_rounding, loss_sensitivity
 from thrifty.core.batch_norms import explain_divided_norms
 from thrifty.core.child_python import child_environment
@@ -70,13 +78,13 @@ def across_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, start: Sta
     recipe = replace(recipe, mesh=mesh, device="cpu", techniques=settled)
     mesh_sizes(recipe, count)
     subject = replace(subject, device=torch.device("cpu"), techniques=settled)
-    _, alone = train_observed(subject, subject.alone)
+    alone, is_random = reference_run(subject, subject.alone)
     if alone.not_finite:
         return not_applicable(PROMISE, ABOUT, alone.not_finite)
-    _, other = train_observed(subject, subject.alone, steps=1, seed=subject.seed + 1)
-    is_random = other.losses[0] != alone.losses[0]  # with dropout, each rank drops different values
-    if is_random:
-        _, alone = train_observed(subject, subject.alone, quiet=True)
+    if is_random:  # with dropout, each rank drops different values
+        alone, is_random_without_dropout = reference_run(subject, subject.alone, quiet=True)
+        if is_random_without_dropout:
+            return not_applicable(PROMISE, ABOUT, RANDOM)
     (folder / RECIPE).write_text(write_recipe(recipe), encoding="utf-8")
     write_value(recipe.objects, folder / OBJECTS)
     (folder / OPTIONS).write_text(json.dumps({"steps": subject.steps, "quiet": is_random}))
