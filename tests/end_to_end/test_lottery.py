@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +199,29 @@ def test_the_masks_of_a_run_are_a_ticket_for_other_runs(played: tuple[Path, dict
         export_masks(runs / "tiny-round-2", tmp_path / "kept.safetensors")
     with pytest.raises(UsageError, match="has no masks"):
         export_masks(runs / "tiny-round-0", tmp_path / "other.safetensors")
+
+
+def test_rounds_do_not_stop_early(recipe: Recipe, tmp_path: Path) -> None:
+    """A falling loss counts as no improvement here."""
+    settings = EvaluationSettings(every=1, examples=4, patience=1, lower_is_better=False)
+    result = run_lottery(replace(recipe, evaluation=settings), replace(LOTTERY, controls=()), tmp_path, quiet=True)
+    assert [each["runs"]["ticket"]["steps"] for each in result["rounds"]] == [STEPS, STEPS]
+
+
+def test_a_fraction_without_checkpoint_is_the_nearest_one(recipe: Recipe, tmp_path: Path) -> None:
+    """A budget in seconds may change the number of steps after the checkpoint of the fraction was due."""
+    longer = replace(recipe, checkpoints=replace(recipe.checkpoints, extra_steps=(3,)))
+    lottery, texts = replace(LOTTERY, rewind=REWIND / STEPS, controls=()), []
+
+    def say(text: str) -> None:
+        texts.append(text)
+        if text.startswith("round 1"):
+            shutil.rmtree(tmp_path / "tiny-round-0" / "checkpoints" / "step-00000002")
+
+    run_lottery(longer, lottery, tmp_path, quiet=True, say=say)
+    assert texts[-1] == "tickets start from step 3, the checkpoint nearest to step 2 of 6"
+    records = map(json.loads, (tmp_path / "tiny-round-1" / "records.jsonl").read_text().splitlines())
+    assert [record["step"] for record in records if record["kind"] == "step"] == [4, 5, 6]
 
 
 def assert_same_lottery(found: Path, expected: Path, steps: int) -> None:

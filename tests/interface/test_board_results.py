@@ -45,6 +45,10 @@ ROUNDS = [
     {"round": number, "density": 0.8**number, "runs": {"ticket": {"held_out_loss": loss}}}
     for number, loss in enumerate((3.0, 2.99, 3.01, 3.2))
 ]
+NEGATIVE = [
+    {"round": number, "density": 0.8**number, "runs": {"ticket": {"held_out_loss": loss}}}
+    for number, loss in enumerate((-3.0, -3.01, -2.99, -2.8))
+]
 TRIALS = [
     {
         "run": f"trial-{each}",
@@ -60,6 +64,7 @@ SWEEP = {"definition": {"over": {"data.batch": [1, 2]}, "recipe": {}}, "trials":
     ("kind", "content", "words"),
     [
         ("lottery", {"lottery": {}, "rounds": ROUNDS, "status": "finished"}, "A ticket with 64.0 % of the weights"),
+        ("lottery", {"lottery": {}, "rounds": NEGATIVE, "status": "finished"}, "A ticket with 64.0 % of the weights"),
         ("lottery", {"lottery": {}}, "The lottery is running"),
         ("sweep", {**SWEEP, "status": "finished", "best": "trial-1"}, "Best: data.batch 1"),
         ("sweep", SWEEP, "The sweep is running"),

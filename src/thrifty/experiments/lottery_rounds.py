@@ -39,6 +39,7 @@ from thrifty.techniques.sparsity.mask_from_file import (
     prune_by_magnitude,
 )
 from thrifty.training import checkpoint
+from thrifty.training.checkpoint_index import checkpoints, step_of
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_setup import prepare_run
 from thrifty.training.trainer import resume, rewind_run, train
@@ -224,6 +225,19 @@ class _Rounds:
         """Number of steps of the dense run, and therefore of every run."""
         return checkpoint.find(self.path(0) / "checkpoints").scalars["steps"]
 
+    def start(self) -> int:
+        """Return the step of the dense run from which tickets start. A budget in seconds changes the number of steps of
+        a run, so that a fraction of the run may have no checkpoint. The nearest checkpoint then replaces it.
+        """
+        wanted = in_steps(self.lottery.rewind, self.steps)
+        if not wanted or isinstance(self.lottery.rewind, int):
+            return wanted
+        saved = [step for step in map(step_of, checkpoints(self.path(0) / "checkpoints")) if step < self.steps]
+        start = min(saved, key=lambda step: abs(step - wanted), default=wanted)
+        if start != wanted:
+            self.say(f"tickets start from step {start}, the checkpoint nearest to step {wanted} of {self.steps}")
+        return start
+
     def prune(self, number: int) -> float:
         """Return the density of a round's ticket; write the ticket if its file is missing. Repeated calls yield the
         same ticket.
@@ -242,7 +256,8 @@ class _Rounds:
 
     def train_round(self, number: int, control: str) -> dict[str, Any]:
         """Train or resume one run of a round and return its summary."""
-        name, recipe = self.name(number, control), self.recipe
+        name = self.name(number, control)
+        recipe = replace(self.recipe, evaluation=replace(self.recipe.evaluation, patience=None))  # equal lengths
         path = self.runs / name
         self.say(f"round {number} of {self.lottery.rounds}: {name}")
         options = {"origins": self.origins, "quiet": self.quiet}
@@ -259,8 +274,7 @@ class _Rounds:
             ticket = MaskFromFile(file=str(file), sha256=sha256, control=control, seed=self.lottery.seed)  # type: ignore[arg-type]
             budget = Budget(steps=self.steps)
             recipe = replace(recipe, name=name, budget=budget, techniques=(*recipe.techniques, ticket))
-            start = in_steps(self.lottery.rewind, self.steps)
-            if start and control != "reinitialise":
+            if control != "reinitialise" and (start := self.start()):
                 return rewind_run(self.path(0), start, recipe, **options)
         if (path / "recipe.toml").is_file():
             return resume(path, recipe, **options)

@@ -102,7 +102,8 @@ class LotteryResult(MeasuredResult):
         known = {density: loss for density, loss in losses.items() if loss is not None}
         if 1.0 not in known or len(known) < 2:
             return []
-        equal = min(density for density, loss in known.items() if loss <= known[1.0] * (1 + LOWER))
+        most = known[1.0] + LOWER * abs(known[1.0])  # a loss may be negative
+        equal = min(density for density, loss in known.items() if loss <= most)
         sentence = f"Held-out loss {significant(known[equal], 4)}; the dense network has {significant(known[1.0], 4)}."
         note = f"Equal means at most {percent(LOWER, 0)} higher, in one seed."
         if equal == 1.0:
