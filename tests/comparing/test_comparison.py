@@ -159,6 +159,19 @@ def test_runs_of_a_comparison_never_pause(tmp_path: Path) -> None:
     assert len(pauses) == len(result["runs"]) == 4 and set(pauses) == {None}
 
 
+def test_all_variants_are_evaluated_in_the_baselines_batch(tmp_path: Path) -> None:
+    """The held-out loss of a contrastive objective depends on the batch of its evaluations."""
+    batches: dict[str, int] = {}
+
+    def observe(recipe: Recipe) -> float:
+        batches[recipe.name.partition("-seed")[0]] = recipe.evaluation.batch or recipe.data.batch
+        return 0.0
+
+    protocol = replace(SHORT, equal="steps", seeds=1)
+    compare(variants("--set data.batch=16"), protocol, tmp_path / "race", workers=[Simulated(effect=observe)])
+    assert batches == {"baseline": 64, "variant-1": 64}
+
+
 def test_reordered_variants_keep_their_runs(tmp_path: Path) -> None:
     """Budgets and learning rates, which differ between variants, also stay."""
     texts = ("batch 16: --set data.batch=16", "batch 8: --set data.batch=8")

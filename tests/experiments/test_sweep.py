@@ -151,6 +151,17 @@ def test_wrong_spaces_are_refused_before_the_first_run(tmp_path: Path, over: Any
     assert not launcher.started and not (tmp_path / "sweep").exists()
 
 
+def test_all_trials_are_evaluated_in_one_batch(tmp_path: Path) -> None:
+    batches: set[tuple[int, int]] = set()
+
+    def observe(recipe: Recipe) -> float:
+        batches.add((recipe.data.batch, recipe.evaluation.batch or recipe.data.batch))
+        return 1.0
+
+    sweep(tmp_path / "sweep", Pretending(loss=observe), {"data.batch": [16, 64]})
+    assert batches == {(16, 64), (64, 64)}
+
+
 def test_a_first_rung_before_the_first_step_is_infeasible(tmp_path: Path) -> None:
     with pytest.raises(InfeasibleError, match="before the first step"):
         sweep(tmp_path / "sweep", Pretending(), recipe=replace(BASE, budget=Budget(steps=4)))

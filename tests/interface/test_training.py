@@ -290,6 +290,15 @@ def test_a_recipe_provides_arguments_that_are_not_passed(tmp_path: Path) -> None
     assert same.loss == run.loss
 
 
+def test_evaluations_may_have_their_own_batch(tmp_path: Path) -> None:
+    def size(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return torch.full((len(batch["x"]),), float(len(batch["x"])))
+
+    settings = {"evaluation.batch": 20, "evaluation.examples": 40}
+    run = train(tmp_path, metrics={"size": size}, budget=2, settings=settings)
+    assert run.metrics["size"] == 20.0
+
+
 def better_until(step: int) -> Any:
     """A metric that rises with each evaluation up to so many, and then falls."""
     seen = []

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +88,8 @@ class Simulated:
         pass
 
     def loss(self, recipe: Recipe) -> float:
-        plain = write_recipe(recipe).split("\n", 1)[1].encode()  # all but its name
+        trained = replace(recipe, evaluation=replace(recipe.evaluation, batch=None))
+        plain = write_recipe(trained).split("\n", 1)[1].encode()  # all but its name
         own = np.random.default_rng(int.from_bytes(hashlib.sha256(plain).digest()[:8], "big"))
         shared = np.random.default_rng(recipe.seed % 1000)
         return 2 + 0.1 * shared.normal() + 2 * (self.effect(recipe) + self.spread * own.normal())

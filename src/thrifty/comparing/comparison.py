@@ -36,7 +36,7 @@ from thrifty.comparing.equal_budgets import (
 )
 from thrifty.comparing.run_launchers import RunLauncher, RunStopped, SameProcess, Worker, closing_workers
 from thrifty.comparing.run_process import COUNT
-from thrifty.comparing.variants import Variant
+from thrifty.comparing.variants import Variant, evaluated_like
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError, spelled
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import differences
@@ -262,8 +262,8 @@ class _ComparisonRunner:
 
     def recipe(self, variant: Variant, name: str, budget: Budget, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
         """Return the recipe of one run of a variant, with the baseline's evaluation settings."""
-        settings, steps = self.variants[0].recipe.evaluation, budget.steps or budget.estimate or 1
-        batch = self.variants[0].recipe.data.batch
+        baseline, steps = self.variants[0].recipe, budget.steps or budget.estimate or 1
+        settings, batch = evaluated_like(baseline, variant.recipe), baseline.data.batch
         every = max(1, steps // evaluations, math.ceil(FORWARD * settings.examples / batch / EVALUATION_COST))
         return replace(
             variant.recipe,

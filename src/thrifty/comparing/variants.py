@@ -9,7 +9,7 @@ from thrifty.composition.technique_optimizer import FOLLOWING_RATES
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError, spelled
 from thrifty.core.plain_values import differences, to_data
-from thrifty.core.recipe import Recipe
+from thrifty.core.recipe import EvaluationSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.recipes.recipe_toml import recipe_to_data
@@ -17,7 +17,8 @@ from thrifty.recipes.recipe_toml import recipe_to_data
 OF_THE_RACE = ("budget", "evaluation")
 """Recipe tables that are equal for all variants."""
 OF_TRAINING = ("batch", "augment")
-"""Data settings that may differ between variants, because held-out losses do not depend on them."""
+"""Data settings that may differ between variants, because `evaluated_like` makes held-out losses independent of
+them."""
 Change = str | Technique | type[Technique]
 """Change of the baseline: a technique to add, as an object, a class or by name ("lion:lr=2e-4"); a technique to remove
 ("-adamw"); or a setting ("data.batch=16").
@@ -147,6 +148,16 @@ def check_alike(variants: Iterable[Variant]) -> None:
                 f"variant {variant.label!r} has a mesh, but a comparison starts each run in one process",
                 fix="remove the mesh from its recipe",
             )
+
+
+def evaluated_like(baseline: Recipe, recipe: Recipe) -> EvaluationSettings:
+    """Return the baseline's evaluation settings for a recipe, with the baseline's batch. The value of a loss that
+    compares the examples of a batch, and of one that is a mean over a batch, depends on the batch.
+    """
+    settings = baseline.evaluation
+    if recipe.data.batch == baseline.data.batch:
+        return settings
+    return replace(settings, batch=settings.batch or baseline.data.batch)
 
 
 def _judged_on(recipe: Recipe) -> dict[str, Any]:

@@ -245,6 +245,9 @@ class EvaluationSettings:
     patience: Annotated[int | None, SettingBound(least=1)] = None
     """Number of evaluations without improvement after which a run stops early. None never stops early. If set, each
     best evaluation is followed by a checkpoint."""
+    batch: Annotated[int | None, SettingBound(least=1)] = None
+    """Number of examples per batch of an evaluation. Default: `data.batch`. It changes the held-out value of a loss
+    that compares the examples of a batch, and of one that is a mean over a batch."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "evaluation")

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 from thrifty.comparing.comparison_workers import run_on_workers
 from thrifty.comparing.run_launchers import RunLauncher, RunStopped, closing_workers
-from thrifty.comparing.variants import Variant, check_alike
+from thrifty.comparing.variants import Variant, check_alike, evaluated_like
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Recipe
@@ -88,6 +88,7 @@ def run_sweep(
         )
     points = sample_settings(space, settings.trials, recipe.seed)
     recipes = [with_settings(recipe, point) for point in points]
+    recipes = [replace(each, evaluation=evaluated_like(recipe, each)) for each in recipes]
     check_alike([Variant("baseline", "baseline", recipe), *_variants(points, recipes)])
     rungs = settings.rungs_of(len(points))
     if (steps := recipe.budget.steps) and round(steps * rungs[0][0]) < 1:

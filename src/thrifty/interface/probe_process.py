@@ -41,7 +41,8 @@ def _timed(job_file: Path) -> dict:
     job, objects = json.loads(job_file.read_text(encoding="utf-8")), read_value(objects_file(job_file))
     recipe = replace(recipe_from_data(job["recipe"] | {"name": "probe"}), objects=objects)
     prepared = prepare_run(recipe, steps=job["steps"], quiet=True)
-    held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
+    settings = recipe.evaluation
+    held_out = list(prepared.data.held_out.batches(settings.examples, settings.batch or recipe.data.batch))
     with (
         set_freed_memory_policy(prepared.run),
         deterministic_kernels(prepared.run.device, recipe.deterministic),

@@ -172,7 +172,7 @@ def run_session(
             folder.append({"kind": "notice", "step": state.step, "text": text})
         if recorded and state.step in recorded:
             folder.append(recorded[state.step])
-    examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
+    examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.evaluation.batch or recipe.data.batch))
     resume_facts = {"recipe": recipe_to_data(recipe), "data": dict(data.identity)}
     session = TrainSession(
         resume_facts,
