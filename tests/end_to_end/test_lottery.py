@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import CommandLine, assert_equal, kill, wait_until
+from command_line import CommandLine, assert_equal, kill, wait_until, write_corpus
 from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
@@ -138,6 +138,16 @@ def test_two_lotteries_are_not_mixed(played: tuple[Path, dict[str, Any]], recipe
         run_lottery(recipe, replace(LOTTERY, prune=0.3), runs, quiet=True)
     with pytest.raises(UsageError, match=r"different settings: recipe\.data\.batch: 4 → 8"):
         run_lottery(replace(recipe, data=replace(recipe.data, batch=8)), LOTTERY, runs, quiet=True)
+
+
+def test_a_lottery_is_not_continued_on_other_data(recipe: Recipe, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    own = replace(recipe, data=replace(recipe.data, source=str(tmp_path / "corpus")))
+    lottery, runs = replace(LOTTERY, controls=()), tmp_path / "runs"
+    run_lottery(own, lottery, runs, quiet=True)
+    (tmp_path / "corpus" / "more.py").write_text("whales = 3\n" * 200)
+    with pytest.raises(UsageError, match=r"tiny-lottery' was started with other data or weights"):
+        run_lottery(own, lottery, runs, quiet=True)
 
 
 def test_impossible_lotteries_are_refused(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

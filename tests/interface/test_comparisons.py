@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import user_work
 
 import thrifty
@@ -54,3 +55,19 @@ def test_losses_of_different_meaning_are_not_compared(tmp_path: Path) -> None:
     other = thrifty.recipe(**user_work.objects() | {"loss": user_work.accuracy}, batch=16, budget=3)
     with pytest.raises(UsageError, match="is not comparable"):
         thrifty.compare(baseline, {"other": other}, runs=tmp_path, **QUICK)
+
+
+def test_a_verdict_on_other_data_or_weights_is_refused(tmp_path: Path) -> None:
+    own = user_work.objects() | {"loss": lambda model, batch: user_work.loss(model, batch), "model": user_work.build()}
+
+    def race(**changed: Any) -> thrifty.ComparisonResult:
+        baseline = thrifty.recipe(**own | changed, techniques=["adamw", "cosine"], batch=16, budget="4 steps")
+        return thrifty.compare(baseline, {"lion": "lion:lr=2e-4"}, runs=tmp_path, name="race", **QUICK)
+
+    first = race()
+    with pytest.raises(UsageError, match="started with other data or weights: data differ"):
+        race(data=user_work.NoisySums(200, 5000))
+    torch.nn.init.zeros_(own["model"][0].weight)
+    with pytest.raises(UsageError, match="other data or weights: weights of baseline and weights of lion differ"):
+        race()
+    assert thrifty.report(first).as_dict()["status"] == "finished"

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import user_work
 
 import thrifty
+from thrifty.core.errors import UsageError
 from thrifty.training.checkpoint import load
 
 OPTIONS: Any = {"techniques": ["adamw", "linear", "gradients.clip"], "batch": 16, "quiet": True}
@@ -41,3 +43,12 @@ def test_the_best_trial_equals_training_with_its_settings(tmp_path: Path) -> Non
     plain = thrifty.train(settings=found.best_settings, name="plain", runs=tmp_path, **own)
     assert equal(plain.folder, found.best.folder) and plain.loss == found.best.loss
     assert found.best.model(user_work.NoisySums(60, 1000)[0]["x"][None]).shape == (1, 2)
+
+
+def test_a_sweep_is_not_continued_on_other_data(tmp_path: Path) -> None:
+    own = {**user_work.objects(), **OPTIONS, "budget": 4, "over": {"adamw.lr": [1e-3, 1e-2]}}
+    own |= {"loss": lambda model, batch: user_work.loss(model, batch), "runs": tmp_path, "name": "found", "rungs": 1}
+    first = thrifty.sweep(**own)
+    assert thrifty.sweep(**own).best_settings == first.best_settings
+    with pytest.raises(UsageError, match="started with other data or weights: held_out differ"):
+        thrifty.sweep(**own | {"held_out": user_work.NoisySums(60, 5000)})

@@ -45,6 +45,7 @@ from thrifty.reporting.comparison_charts import judged_value
 from thrifty.reporting.comparison_page import write_comparison_page
 from thrifty.reporting.number_format import duration, significant
 from thrifty.training.evaluation import FORWARD
+from thrifty.training.input_identity import input_identity, refuse_changed_inputs
 from thrifty.training.run_folder import RunFolder
 
 EVALUATIONS = 20
@@ -86,6 +87,7 @@ def compare(
     workers = workers or (Worker(),)
     with claim_folder(folder, variants, protocol) as opened, closing_workers(workers):
         comparison = _ComparisonRunner(variants, protocol, opened, workers, say, retry)
+        comparison.refuse_changed_inputs()
         if any(isinstance(worker, SameProcess) for worker in comparison.workers):
             comparison.state["cautions"] = [SAME_PROCESS]
         return comparison.run_all()
@@ -116,6 +118,15 @@ class _ComparisonRunner:
         trials = protocol.trials if protocol.trials > 1 else 0
         self.planned = len(variants) * ((protocol.equal == "time") + trials + protocol.seeds)
         self.finished, self.first_end = 0, math.inf
+
+    def refuse_changed_inputs(self) -> None:
+        """Raise UsageError if the data or given weights have changed since an earlier call."""
+        if before := self.state.get("inputs"):
+            refuse_changed_inputs(self.folder.path, before, self.inputs())
+
+    def inputs(self) -> dict[str, str]:
+        """Return the identity of the data and of given weights."""
+        return input_identity({variant.label: variant.recipe for variant in self.variants})
 
     def forget_failures(self) -> None:
         """Remove failed runs from the record, so that they run again. Failed trials stay if a run with a compared seed
@@ -164,6 +175,7 @@ class _ComparisonRunner:
         if held-out data differ, or if a learning rate does not decay.
         """
         equal, costs = self.protocol.equal, self.count()
+        self.state["inputs"] = self.inputs()
         seconds = {variant.label: self.pilot(variant, costs) for variant in self.variants} if equal == "time" else {}
         budgets = budgets_of_variants(self.variants, costs, equal, seconds)
         planned = {label: costs[label].planned(budget, seconds.get(label)) for label, budget in budgets.items()}

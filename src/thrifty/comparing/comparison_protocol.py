@@ -3,6 +3,7 @@
     schema  name  status  exit_code  environment
     error            message of the error that stopped the comparison, if any
     definition       "protocol": the protocol; "variants": the recipe of each by label, the baseline first
+    inputs           identity of the data and of given weights; a call with other inputs is refused
     folders          for each variant: the prefix of its run folders' names
     changes          for each variant: the techniques "added", "removed" and "changed" relative to the baseline
     runs             for each run: run (its folder), variant, pilot or trial or seed, status, error, and measured values

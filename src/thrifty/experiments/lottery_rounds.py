@@ -40,6 +40,7 @@ from thrifty.techniques.sparsity.mask_from_file import (
 )
 from thrifty.training import checkpoint
 from thrifty.training.checkpoint_index import checkpoints, step_of
+from thrifty.training.input_identity import input_identity, refuse_changed_inputs
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_setup import prepare_run
 from thrifty.training.trainer import resume, rewind_run, train
@@ -110,7 +111,8 @@ def run_lottery(
         )
     if not (Path(runs) / f"{recipe.name}-round-0").exists():  # no compute has been spent yet
         _require_prunable_matrices(recipe, lottery, quiet)
-    with _open_lottery(Path(runs) / f"{recipe.name}-lottery", recipe, lottery) as folder:
+    inputs = input_identity({recipe.name: recipe})
+    with _open_lottery(Path(runs) / f"{recipe.name}-lottery", recipe, lottery, inputs) as folder:
         return _Rounds(recipe, lottery, Path(runs), folder, dict(origins or {}), quiet, say).run_all()
 
 
@@ -151,8 +153,12 @@ def _prunable_matrices(parameters: Mapping[str, Tensor], lottery: LotterySetting
 
 
 @contextmanager
-def _open_lottery(path: Path, recipe: Recipe, lottery: LotterySettings) -> Iterator[RunFolder]:
-    """Yield the locked folder of the lottery. It is new, or belongs to an interrupted lottery with equal settings."""
+def _open_lottery(
+    path: Path, recipe: Recipe, lottery: LotterySettings, inputs: Mapping[str, str]
+) -> Iterator[RunFolder]:
+    """Yield the locked folder of the lottery. It is new, or belongs to an interrupted lottery with equal settings and
+    equal inputs.
+    """
     definition = {"recipe": recipe_to_data(recipe), "lottery": to_data(lottery)}
     is_there = (path / "lottery.json").is_file()
     if not is_there and (first := path.parent / f"{recipe.name}-round-0").exists():
@@ -166,7 +172,8 @@ def _open_lottery(path: Path, recipe: Recipe, lottery: LotterySettings) -> Itera
                 f"'{path}' holds a lottery with different settings: " + "; ".join(other),
                 fix="undo the change; or choose another --name",
             )
-        folder.write_json("lottery", {**saved, **definition})
+        refuse_changed_inputs(path, saved.get("inputs", {}), inputs)
+        folder.write_json("lottery", {"inputs": inputs, **saved, **definition})
         yield folder
 
 

@@ -33,6 +33,7 @@ from thrifty.core.setting_bounds import SettingBound, check_bounds
 from thrifty.experiments.setting_ranges import Settings, Space, sample_settings, with_settings
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.reporting.number_format import duration, significant
+from thrifty.training.input_identity import input_identity, refuse_changed_inputs
 from thrifty.training.judged_measure import worth
 from thrifty.training.run_folder import RunFolder
 
@@ -95,7 +96,8 @@ def run_sweep(
         what = f"the first of {len(rungs)} rungs ends after '{rungs[0][0]:.2g}' of {steps} steps, before the first step"
         raise InfeasibleError(what, fix="--rungs 1; or a larger --budget")
     definition = {"recipe": recipe_to_data(recipe), "over": _plain(space), "sweep": asdict(settings)}
-    with _open_sweep(folder, definition, points) as opened, closing_workers(workers):
+    inputs = input_identity({recipe.name: recipe})
+    with _open_sweep(folder, definition, points, inputs) as opened, closing_workers(workers):
         return _SweepRunner(recipe, recipes, rungs, opened, workers, say).run_all()
 
 
@@ -109,18 +111,24 @@ def _plain(space: Space) -> dict[str, Any]:
 
 
 @contextmanager
-def _open_sweep(path: Path, definition: Mapping[str, Any], points: Sequence[Settings]) -> Iterator[RunFolder]:
-    """Yield the locked folder of the sweep. It is new, or belongs to an interrupted sweep with an equal definition."""
+def _open_sweep(
+    path: Path, definition: Mapping[str, Any], points: Sequence[Settings], inputs: Mapping[str, str]
+) -> Iterator[RunFolder]:
+    """Yield the locked folder of the sweep. It is new, or belongs to an interrupted sweep with an equal definition and
+    equal inputs.
+    """
     is_there = (path / FILE).is_file()
     with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
         if not is_there:
             trials = [{"run": f"trial-{place}", "settings": point, "rungs": []} for place, point in enumerate(points)]
-            folder.write_json("sweep", {"name": path.name, "definition": definition, "trials": trials})
+            content = {"name": path.name, "definition": definition, "inputs": inputs, "trials": trials}
+            folder.write_json("sweep", content)
         elif other := differences(folder.read_json("sweep")["definition"], redact(definition)):
             raise UsageError(
                 f"'{path}' holds a different sweep: {'; '.join(other)}",
                 fix="undo the change; or choose another --name",
             )
+        refuse_changed_inputs(path, folder.read_json("sweep").get("inputs", {}), inputs)
         yield folder
 
 
