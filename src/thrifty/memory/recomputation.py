@@ -41,11 +41,14 @@ def recompute(
     `options` are passed to torch's `checkpoint`. The generators of torch, Python and NumPy return the same values in
     the recomputation. Buffers of `module` are written only once.
 
-    Key-value caches that the block would only fill are left out (`without_caches`).
+    Without gradients, as in generation, only the function is called. Otherwise, key-value caches that the block would
+    only fill are left out (`without_caches`).
 
     All arguments are passed to torch by position, because `checkpoint` restores the random state only for devices of
     positional tensors. With keyword arguments, dropout on a GPU would sample a new mask in the recomputation.
     """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
     args, kwargs = without_caches(args, module), without_caches(kwargs, module)
     names, count = tuple(kwargs), len(args)
     modules = () if module is None else (module,)

@@ -87,11 +87,11 @@ class ActivationPlanner:
         self.seed, self.passes = 0, 0
 
     def run(self, name: str, block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.rehearsal is None and self.called == len(self.current):  # without gradients, as in generation
+            return inner(*args, **kwargs)
         args, kwargs = without_caches(args, block), without_caches(kwargs, block)
         if self.rehearsal is not None:
             return self.rehearsal.run(name, block, inner, args, kwargs)
-        if self.called == len(self.current):  # a forward pass without gradients, as in evaluation
-            return inner(*args, **kwargs)
         place, self.called = self.called, self.called + 1
         if self.chain and self.chain.schedule:
             with same_casts():
