@@ -224,6 +224,22 @@ def test_each_batch_shape_has_its_own_plan() -> None:
     assert all(math.isfinite(loss) for loss in losses(records))
 
 
+def test_unfrozen_parameters_and_evaluation_have_own_plans() -> None:
+    plain, gradients = plain_run(style="gpt", dropout=0.3), []
+    for run in (compose(plain, with_optimizer([]), 6), run_of(plain, bytes=0.5)):
+        model, batch = run.build_model(), run.source.at(0)
+        model.blocks.requires_grad_(False)
+        run.backward(model, run.objective, batch)
+        for change in (model.blocks.requires_grad_, model.eval):
+            change()
+            model.zero_grad()
+            torch.manual_seed(0)
+            run.backward(model, run.objective, batch)
+            gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[2:], gradients[:2], rtol=0, atol=0)
+    assert len(ACTIVATION_PLANNER.of(model).plans) == 3
+
+
 @pytest.mark.slow
 def test_explain_lists_the_plan_of_each_tensor() -> None:
     plain = medium_run()

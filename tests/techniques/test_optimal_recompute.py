@@ -210,6 +210,15 @@ def test_each_batch_shape_has_its_own_schedule() -> None:
     assert len(planned.schedules) == 2
 
 
+def test_unfrozen_parameters_have_their_own_schedule() -> None:
+    model = plain_run().build()
+    planned = ScheduledRecompute(model, blocks_of(model), 0.5)
+    for is_trained in (False, True, False):
+        model.blocks.requires_grad_(is_trained)
+        model(TOKENS[:, :16]).sum().backward()
+    assert len(planned.schedules) == 2
+
+
 def test_resume_with_another_budget_is_exact() -> None:
     """A resumed run may measure other costs, and must compute equal values."""
     plain = plain_run(depth=6, dropout=0.3)

@@ -39,6 +39,7 @@ from thrifty.memory.dry_run import DryRun, dry_run
 from thrifty.memory.host_tier import tier_for
 from thrifty.memory.op_costs import BYTES_PER_SECOND, MeasuredSeconds, counted_seconds
 from thrifty.memory.op_trace import Cost, OpTrace, same_casts
+from thrifty.memory.plan_key import plan_key
 from thrifty.memory.planner.memory_plan import (
     BlockCosts,
     CompressionOption,
@@ -71,7 +72,7 @@ MEASURED = MeasuredSeconds()
 
 
 class ActivationPlanner:
-    """Planner that computes a plan for each batch shape and applies it to the blocks in call order."""
+    """Planner that computes a plan for each `plan_key` and applies it to the blocks in call order."""
 
     def __init__(self, settings: "ActivationBudget"):
         self.settings = settings
@@ -102,7 +103,7 @@ class ActivationPlanner:
         return run_block_plan(self.current[place], inner, args, kwargs)
 
     def predict(self, objective: Objective, model: nn.Module, batch: Batch) -> Prediction:
-        key = tuple((name, tensor.shape) for name, tensor in batch.fields.items())
+        key = (*batch.fields, plan_key(model, batch.fields.values()))
         if key not in self.plans:
             self.plans[key] = self.plan(objective, model, batch)
         if self.settings.offload != "never":

@@ -13,20 +13,21 @@ Does not    Change any value (dropout included), rename parameters, or count ten
             and loss).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from thrifty.core.claims import Claim
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.core.tensor_tracing import tensors_in
 from thrifty.memory.block_chain_costs import survey
 from thrifty.memory.block_recompute import BlockChain
+from thrifty.memory.plan_key import plan_key
 from thrifty.memory.planner.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
 from thrifty.memory.recompute_schedule import ChainCost, RecomputeSchedule
 from thrifty.modeling.module_surgery import find_stacks, refuse_copies, wrap_forward
@@ -49,12 +50,12 @@ class ScheduledRecompute:
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], budget: float, timed: bool = False):
         self.chain = BlockChain(blocks, RecomputeSchedule())
         self.budget, self.timed = budget, timed
-        self.schedules: dict[tuple, RecomputeSchedule] = {}
+        self.schedules: dict[Hashable, RecomputeSchedule] = {}
         wrap_forward(model, self.forward)
 
     def forward(self, model: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            key = _plan_key(args, kwargs)
+            key = plan_key(model, tensors_in((args, kwargs)))
             if key not in self.schedules:
                 self.schedules[key] = self.plan(model, inner, args, kwargs)
             self.chain.schedule = self.schedules[key]
@@ -63,14 +64,6 @@ class ScheduledRecompute:
     def plan(self, model: nn.Module, inner: Callable[..., Any], args: tuple, kwargs: dict) -> RecomputeSchedule:
         cost = survey(model, self.chain, inner, args, kwargs, self.timed)
         return RecomputeSchedule.of(optimal_schedule(cost, bytes_allowed(self.budget, cost)))
-
-
-def _plan_key(args: tuple, kwargs: dict) -> tuple:
-    """Return the key of a plan: shapes, dtypes and autocast."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    kinds = sorted({tensor.device.type for tensor in tensors})
-    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-    return *((tensor.shape, tensor.dtype) for tensor in tensors), casts
 
 
 class OptimalRecompute(Technique):
