@@ -166,6 +166,17 @@ class InPlace(Attention):
         return self.merge(scores.softmax(-1) @ v) + self.merge(q)
 
 
+class Filled(Attention):
+    """Hides pairs by writes into the scores and into a view of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores, hidden = q @ k.mT / 2.0, self.hidden(x)
+        scores[..., -1].masked_fill_(hidden[:, -1], -1e9)
+        scores[hidden.expand_as(scores)] = -1e9
+        return self.merge(scores.softmax(-1) @ v)
+
+
 class Bundled(Attention):
     """torch's own module."""
 
@@ -183,7 +194,7 @@ FORMS: dict[str, type[Attention]] = {
     form.__name__: form
     for form in (
         Fused, FusedInHelper, Chosen, FusedWithMask, Nano, Additive, Einsum, MergedHeads, Grouped, Temperature,
-        PositionBias, AddedProduct, Disentangled, TwoProducts, InPlace, Bundled,
+        PositionBias, AddedProduct, Disentangled, TwoProducts, InPlace, Filled, Bundled,
     )
 }  # fmt: skip
 
@@ -379,6 +390,63 @@ def test_operations_that_cores_cannot_repeat_are_refused(form: type[Attention]) 
     model = nn.Sequential(form())
     WindowAttention(window=64, block=4).model(model)
     with pytest.raises(RefusedError, match=r"was not recognized: its scores pass (masked_fill|add)"):
+        model(inputs())
+
+
+class SlicedBias(Attention):
+    """Adds a bias to a slice of the scores, as MViTv2 of torchvision does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = q @ k.mT
+        scores[..., 1:, 1:] += self.table[..., 1 : x.shape[1], 1 : x.shape[1]]
+        return self.merge(scores.softmax(-1) @ v)
+
+
+class ViewedBias(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = q @ k.mT
+        scores.narrow(-1, 0, 1).add_(1.0)
+        return self.merge(scores.softmax(-1) @ v)
+
+
+class RescaledWeights(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        weights = (q @ k.mT).softmax(-1)
+        weights *= self.slopes[:, None, None].detach()
+        return self.merge(weights @ v)
+
+
+class SlicedWeights(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        weights = (q @ k.mT).softmax(-1)
+        weights.narrow(-1, 0, 1).zero_()
+        return self.merge(weights @ v)
+
+
+WRITERS: dict[type[Attention], str] = {
+    SlicedBias: "its scores pass an in-place write to a slice",
+    ViewedBias: "its scores pass an in-place write to a slice",
+    RescaledWeights: "its weights pass (__imul__|mul_)",
+    SlicedWeights: "its weights pass an in-place write to a slice",
+}
+
+
+@pytest.mark.parametrize("form", WRITERS, ids=lambda each: each.__name__)
+def test_in_place_writes_that_hide_nothing_are_refused(form: type[Attention]) -> None:
+    model = nn.Sequential(form())
+    WindowAttention(window=64, block=4).model(model)
+    with pytest.raises(RefusedError, match=f"was not recognized: {WRITERS[form]}"):
+        model(inputs())
+
+
+def test_a_written_slice_is_refused_in_inference_mode() -> None:
+    model = nn.Sequential(SlicedBias())
+    WindowAttention(window=64, block=4).model(model)
+    with torch.inference_mode(), pytest.raises(RefusedError, match="an in-place write to a slice"):
         model(inputs())
 
 

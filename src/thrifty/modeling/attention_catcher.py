@@ -32,12 +32,16 @@ SCALINGS = {
 """Functions that scale scores by a number, with the exponent of the number."""
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.add_, Tensor.__iadd__, Tensor.__radd__}
 HIDING = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_, torch.where, torch.max}
+FILLS = {Tensor.__setitem__, Tensor.fill_, Tensor.masked_fill_}
+"""Functions that may hide pairs by a write into scores or into a view of them."""
 RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, Tensor.flatten, torch.flatten}
 CONVERSIONS = {
     Tensor.to, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.contiguous,
     torch.nan_to_num, Tensor.nan_to_num,
 }  # fmt: skip
 """Functions that change the dtype or the layout of scores and weights, but not their values."""
+
+SLICE = "an in-place write to a slice"
 
 
 class CatchAttention(TorchFunctionMode):
@@ -59,6 +63,8 @@ class Scores:
 
     value: Tensor
     """The scores, and the result of the module's operations on them."""
+    version: int
+    """Number of known writes to the scores."""
     queries: Tensor
     keys: Tensor
     scale: float
@@ -96,6 +102,8 @@ class CaughtCall:
         self.mask: Tensor | None = None
         self.weights: Tensor | None = None
         """Result of the softmax, and of the module's operations on it."""
+        self.version = 0
+        """Number of known writes to the weights."""
         self.dropout = 0.0
 
     def result_of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,15 +113,38 @@ class CaughtCall:
             return self.multi_head(func, *args, **kwargs)
         if self.weights is not None and _has(args, kwargs, self.weights):
             return self.on_weights(func, args, kwargs)
-        if scores := next((each for each in self.followed if _has(args, kwargs, each.value)), None):
+        scores = next((each for each in self.followed if _has(args, kwargs, each.value)), None)
+        is_eager = bool(self.followed) and not torch.compiler.is_compiling()
+        if is_eager and func in FILLS and (scores is None or func is Tensor.__setitem__):
+            return self.on_writes(func, args, kwargs)
+        if scores is not None and scores.version == writes_to(scores.value):
             return self.on_scores(scores, func, args, kwargs)
+        if scores is not None:
+            self.drop(scores, SLICE)
         result = called(func, args, kwargs)
         if (product := score_product(func, args, kwargs)) is not None and are_scores(product, result):
-            self.followed.append(Scores(result, *product))
+            self.followed.append(Scores(result, writes_to(result), *product))
             self.pairs.add(result.shape[-2:])
         if func in SOFTMAX and result.shape[-2:] in self.pairs:
             self.reason = f"its scores pass {self.passed or 'other operations'}"
         return result
+
+    def on_writes(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Follow a write into scores or into a view of them. Scores stay followed if it only hides pairs."""
+        before = [writes_to(scores.value) for scores in self.followed]
+        result = called(func, args, kwargs)
+        hides = _only_hides(args[2:] if func is Tensor.__setitem__ else args[1:], kwargs, args[0])
+        for scores, count in zip([*self.followed], before, strict=True):
+            if hides:
+                scores.version += writes_to(scores.value) - count
+            elif scores.value is args[0]:
+                self.drop(scores, SLICE)
+        return result
+
+    def drop(self, scores: Scores, passed: str) -> None:
+        """Stop following scores, because a core cannot repeat the operation `passed`."""
+        self.passed = passed
+        self.followed.remove(scores)
 
     def on_scores(self, scores: Scores, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follow the module's operations on scores to its softmax."""
@@ -122,6 +153,7 @@ class CaughtCall:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if dim in (-1, result.ndim - 1):
                 self.weights, self.mask, self.scores = result, before.detach() > HIDDEN, scores
+                self.version = writes_to(result)
                 self.reason = "its weights are not multiplied with values"
             return result
         if not isinstance(result, Tensor) or not result.is_floating_point() or result.shape[-2:] != before.shape[-2:]:
@@ -141,14 +173,17 @@ class CaughtCall:
         elif func in RESHAPES:
             scores.reshape(result.shape[:-2])
         elif func not in CONVERSIONS and not (func in HIDING and _only_hides(args, kwargs, before)):
-            self.passed = getattr(func, "__name__", str(func))
-            self.followed.remove(scores)
+            self.drop(scores, getattr(func, "__name__", str(func)))
             return result
-        scores.value = result
+        scores.value, scores.version = result, writes_to(result)
         return result
 
     def on_weights(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the matmul of weights and values. Follow dropout and conversions of the weights until then."""
+        assert self.weights is not None
+        if self.version != writes_to(self.weights):
+            self.weights, self.reason = None, f"its weights pass {SLICE}"
+            return called(func, args, kwargs)
         if (product := value_product(func, args)) is not None:
             return self.attended(*product)
         result = called(func, args, kwargs)
@@ -156,9 +191,11 @@ class CaughtCall:
             values = {"p": 0.5, "training": True} | dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
             self.dropout = values["p"] if values["training"] else 0.0
         if func in (F.dropout, torch.dropout) or func in CONVERSIONS or func in RESHAPES:
-            self.weights = result
+            self.weights, self.version = result, writes_to(result)
         else:
             self.reason = f"its weights pass {getattr(func, '__name__', func)}"
+            if result is self.weights or (not torch.compiler.is_compiling() and func is Tensor.__setitem__):
+                self.weights = None  # changed in place
         return result
 
     def attended(self, values: Tensor, finish: Callable[[Tensor], Tensor]) -> Tensor:
@@ -284,6 +321,12 @@ def _only_hides(args: tuple[Any, ...], kwargs: Mapping[str, Any], scores: Tensor
     if has_values(scores):
         numbers += [each.max().item() for each in tensors]
     return all(number < HIDDEN for number in numbers) and all(each.numel() == 1 or has_values(each) for each in tensors)
+
+
+def writes_to(x: Tensor) -> int:
+    """Return the number of in-place writes to a tensor and its views. They are not counted while code is compiled, and
+    for inference tensors."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
