@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from thrifty.core.errors import RefusedError
 from thrifty.modeling.attention_cores import AttentionCore
 from thrifty.modeling.attention_sites import find_attention_sites
 from thrifty.techniques.attention.window import WindowAttention
@@ -33,6 +34,12 @@ OF_SWIN = {
 OF_GPT2 = {
     "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
+OF_GPTJ = OF_GPT2 | {"rotary_dim": 4}
+OF_FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+OF_GPTNEO = {
+    "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "vocab_size": 99,
+    "window_size": 4, "intermediate_size": 48, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
 t = transformers
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "Llama": (lambda: t.LlamaForCausalLM(t.LlamaConfig(**TEXT, num_key_value_heads=2)), 2),
@@ -40,6 +47,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "GPT2": (lambda: t.GPT2LMHeadModel(t.GPT2Config(**OF_GPT2)), 2),
     "GPTNeoX": (lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**TEXT)), 2),
     "Bloom": (lambda: t.BloomForCausalLM(t.BloomConfig(**OF_BLOOM)), 2),
+    "GPTJ": (lambda: t.GPTJForCausalLM(t.GPTJConfig(**OF_GPTJ)), 2),
+    "GPTNeo": (lambda: t.GPTNeoForCausalLM(t.GPTNeoConfig(**OF_GPTNEO)), 2),
+    "Falcon": (lambda: t.FalconForCausalLM(t.FalconConfig(**OF_FALCON)), 2),
+    "Falcon with biases": (lambda: t.FalconForCausalLM(t.FalconConfig(**OF_FALCON, alibi=True)), 2),
     "Bert": (lambda: t.BertForMaskedLM(t.BertConfig(**TEXT)), 2),
     "DebertaV2": (
         lambda: t.DebertaV2ForMaskedLM(
@@ -111,3 +122,10 @@ def test_dropout_of_attention_trains(name: str) -> None:
     WindowAttention(window=4, block=4).model(model)
     results = [outputs(model.train())[0] for _ in range(2)]
     assert not torch.equal(*results)
+
+
+def test_a_model_that_keeps_its_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Llama")
+    monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
+    with pytest.raises(RefusedError, match=r"Llama.* did not change the attention function of model\.layers\.0"):
+        WindowAttention().model(model)

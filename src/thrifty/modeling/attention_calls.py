@@ -14,6 +14,8 @@ from torch import nn
 
 MATMUL = "@"
 SDPA = "scaled_dot_product_attention"
+LOOKUP = "ALL_ATTENTION_FUNCTIONS"
+"""Table of transformers in which its models look up their attention function."""
 CROSS = re.compile(r"cross_?att|encoder_attn|encdec|(^|\.)cross(\.| |$)")
 """Names, in lower case, of attention to another sequence."""
 OTHER_SEQUENCE = {"memory", "context", "encoder_hidden_states", "key_value_states", "source"}
@@ -29,6 +31,14 @@ def calls_attention(module: nn.Module) -> bool:
 def has_own_softmax(module: nn.Module) -> bool:
     """Return True if a module that calls attention does it by a softmax and matmuls only."""
     return not isinstance(module, nn.MultiheadAttention) and SDPA not in _used_names(type(module))
+
+
+@cache
+def looks_up_function(kind: type) -> bool:
+    """Return True if the forward function of a class, or of a parent that it calls, looks up its attention in the table
+    of transformers."""
+    used = _used_names(kind) if hasattr(kind, "forward") else frozenset()
+    return LOOKUP in used or ("super" in used and any(map(looks_up_function, kind.__bases__)))
 
 
 @cache

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
+from thrifty.modeling.attention_calls import LOOKUP, looks_up_function
 from thrifty.modeling.attention_cores import AttentionCore, AttentionSite, call_core, visible_and_bias
 
 INTERFACE = "thrifty"
@@ -29,6 +30,11 @@ class TransformersSite(AttentionSite):
         _register()
         self.whole.plain_attention = self.implementation  # type: ignore[assignment]
         self.whole.set_attn_implementation(INTERFACE)  # type: ignore[operator]
+        if self.module.config._attn_implementation != INTERFACE:  # type: ignore[union-attr]
+            raise RefusedError(
+                f"{class_name(self.whole)} did not change the attention function of {self.name}",
+                fix=f"pip install --upgrade transformers; or choose a model that looks it up in {LOOKUP}",
+            )
         self.module.thrifty_core = core
 
     @property
@@ -57,6 +63,7 @@ def looks_up_attention(module: nn.Module) -> bool:
         hasattr(config, "_attn_implementation")
         and isinstance(getattr(module, "is_causal", None), bool)
         and not getattr(module, "is_cross_attention", False)
+        and looks_up_function(type(module))
     )
 
 
