@@ -129,3 +129,17 @@ def test_a_model_that_keeps_its_attention_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
     with pytest.raises(RefusedError, match=r"Llama.* did not change the attention function of model\.layers\.0"):
         WindowAttention().model(model)
+
+
+def test_each_model_in_a_wrapper_calls_its_cores() -> None:
+    towers, called = nn.ModuleDict({name: build(name) for name in ("Bert", "ViT")}), []
+    before = [tower.config._attn_implementation for tower in towers.values()]
+    sites = find_attention_sites(towers)
+    for site in sites:
+        site.put(partial(noted_call, called, site.name, site.current))
+    for tower in towers.values():
+        outputs(tower)
+    assert len(sites) == 4 and {*called} == {site.name for site in sites}
+    for site in sites:
+        site.take_away()
+    assert [tower.config._attn_implementation for tower in towers.values()] == before

@@ -26,10 +26,11 @@ def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
     sites: dict[str, AttentionSite] = {}
     left_out: list[str] = []
     mistaken: list[str] = []
-    whole: nn.Module | None = None
+    wholes: dict[str, nn.Module] = {}  # models of transformers, without those inside them
     for name, module in model.named_modules():
-        if hasattr(module, "set_attn_implementation"):
-            whole = whole or module
+        whole = next((each for path, each in wholes.items() if is_under(name, path)), None)
+        if whole is None and hasattr(module, "set_attn_implementation"):
+            whole = wholes[name] = module
         if (site := _site(name, module, whole)) is None:
             continue
         if isinstance(site, CaughtSite) and site.is_mistaken:
