@@ -66,6 +66,11 @@ class TestKeepSets:
             pairs.append((output, *torch.autograd.grad(output.square().sum(), (q, key))))
         torch.testing.assert_close(*pairs)
 
+    def test_a_mask_may_show_later_keys(self):
+        mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+        mask[..., :2, :2] = True
+        assert torch.equal(visible_pairs(4, 4, True, mask), mask)
+
     def test_additive_masks_and_unequal_lengths_are_refused(self):
         with pytest.raises(UsageError, match="require a boolean mask"):
             visible_pairs(2, 2, False, torch.zeros(1, 1, 2, 2))

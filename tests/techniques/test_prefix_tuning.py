@@ -447,3 +447,15 @@ def test_a_prefix_after_a_window_keeps_both() -> None:
     before = model(TOKENS % 64)
     model = PrefixTuning(tokens=2, hidden=0).model(model)
     assert not torch.allclose(model(TOKENS % 64), before, atol=1e-3)
+
+
+def test_prepended_queries_do_not_see_the_text() -> None:
+    seen: list[Any] = []
+
+    def core(*call: Any) -> torch.Tensor:
+        seen.extend(call)
+        return call[0]
+
+    x, past = torch.randn(1, 2, 4, 8), torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    assert attend_with_prefix(core, torch.randn(3, 32), x, x, x, past).shape == x.shape
+    assert torch.equal(seen[3], torch.ones(1, 1, 7, 7, dtype=torch.bool).tril())

@@ -341,6 +341,15 @@ class TestModelsOfTransformers:
         same = (model(changed).logits - model(TOKENS).logits).abs().amax((0, 2)) < 1e-6
         assert same.tolist() == [False] * 3 + [True] * 9  # two blocks reach one token further each
 
+    @pytest.mark.parametrize("name", FIXED)
+    def test_masks_that_show_later_tokens_are_refused(self, name: str) -> None:
+        model, length = technique(name).model(theirs("llama")), TOKENS.shape[1]
+        mask = torch.ones(len(TOKENS), 1, length, length, dtype=torch.bool).tril()
+        model(TOKENS, attention_mask=mask)
+        mask[..., :3, :3] = True
+        with pytest.raises(RefusedError, match="hides later tokens, but LlamaAttention attends"):
+            model(TOKENS, attention_mask=mask)
+
     @pytest.mark.parametrize("kind", ["llama-grouped", "gpt2"])
     @pytest.mark.parametrize(
         "name",

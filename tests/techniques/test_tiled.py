@@ -59,6 +59,16 @@ def test_cached_keys_are_attended_to(name: str, cache: str) -> None:
     torch.testing.assert_close(prefixed[1], prefixed[0])
 
 
+def test_masks_that_show_later_tokens_are_followed() -> None:
+    plain = built(transformers.LlamaForCausalLM, sizes_of(random.Random(1), "Llama", "causal", VOCABULARY)).eval()
+    tiled = TiledAttention(tile=5).model(copy.deepcopy(plain))
+    tokens, mask = torch.randint(3, VOCABULARY, (2, 6)), torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    mask[..., :3, :3] = True
+    expected, actual = (model(tokens, attention_mask=mask).logits for model in (plain, tiled))
+    torch.testing.assert_close(actual, expected)
+    assert not torch.allclose(expected, plain(tokens).logits)
+
+
 def test_a_changed_core_is_not_replaced() -> None:
     model = built(transformers.ViTForImageClassification, sizes_of(random.Random(1), "ViT", "vision", 0))
     with pytest.raises(RefusedError, match="such as a prefix, has changed"):

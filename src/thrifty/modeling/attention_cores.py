@@ -98,6 +98,12 @@ class AttentionSite:
     """The module's own attention, or an equivalent core."""
 
     @property
+    def has_causal_masks(self) -> bool:
+        """True if each mask of a causal module hides all later keys. Other masks may show later keys, such as other
+        patches of an image."""
+        return True
+
+    @property
     def head_width(self) -> int:
         """Width of a head. Raise RefusedError if it is unknown."""
         return self._number(HEAD_WIDTHS) or self.width // self.heads
@@ -149,6 +155,8 @@ class AttentionSite:
 
 ATTENTION_SITES: ModuleNote[list[AttentionSite]] = ModuleNote("attention_sites")
 """Note on a model: the sites of its replaced cores."""
+LATER_HIDDEN: ModuleNote[str] = ModuleNote("later_hidden")
+"""Note on a causal module: technique whose core hides all later keys, also if a mask shows some of them."""
 LOSING_CORES: ModuleNote[list[Any]] = ModuleNote("losing_cores")
 """Note on a model: cores with an attribute `losses`, which is a list while losses are collected."""
 

@@ -10,10 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.errors import RefusedError, class_name
 from thrifty.modeling.attention_calls import LOOKUP, looks_up_function
-from thrifty.modeling.attention_cores import AttentionCore, AttentionSite, call_core, visible_and_bias
+from thrifty.modeling.attention_cores import (
+    LATER_HIDDEN,
+    AttentionCore,
+    AttentionSite,
+    call_core,
+    has_values,
+    visible_and_bias,
+)
 
 INTERFACE = "thrifty"
 """Name of Thrifty's attention function in transformers."""
@@ -38,6 +46,10 @@ class TransformersSite(AttentionSite):
         self.module.thrifty_core = core
 
     @property
+    def has_causal_masks(self) -> bool:
+        return False
+
+    @property
     def implementation(self) -> str:
         """Name of the model's original attention function in transformers, also while Thrifty's function is active."""
         name = self.whole.config._attn_implementation  # type: ignore[union-attr]
@@ -52,6 +64,8 @@ class TransformersSite(AttentionSite):
         function."""
         if hasattr(self.module, "thrifty_core"):
             del self.module.thrifty_core
+            if LATER_HIDDEN.get(self.module):
+                LATER_HIDDEN.remove(self.module)
             if not any(hasattr(module, "thrifty_core") for module in self.whole.modules()):
                 self.whole.set_attn_implementation(self.implementation)  # type: ignore[operator]
 
@@ -108,6 +122,8 @@ def _attend(
     if attention_mask is None:
         attention_mask = _causality(module, query, key, options.get("is_causal"))
     mask, bias = (None, None) if attention_mask is None else visible_and_bias(attention_mask)
+    if mask is not None and mask.shape[-1] == t and has_values(mask) and (technique := LATER_HIDDEN.get(module)):
+        _refuse_later_keys(technique, module, mask.expand(-1, -1, t, -1))
     if (positions := options.get("position_bias")) is not None:
         bias = positions if bias is None else bias + positions
     usual = query.shape[-1] ** -0.5
@@ -115,6 +131,16 @@ def _attend(
         query = query * (scaling / usual)
     out = call_core(core, query, key, value, mask, dropout, bias)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_later_keys(technique: str, module: nn.Module, mask: Tensor) -> None:
+    with _disable_current_modes():  # each trace of a block must contain the same operations
+        shows_later_keys = bool(mask.triu(1).any())
+    if shows_later_keys:
+        raise RefusedError(
+            f"{technique} hides later tokens, but {class_name(module)} attends to some, such as patches of an image",
+            fix=f"--without {technique} --with attention.tiled",
+        )
 
 
 def _causality(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Tensor | None:

@@ -13,7 +13,8 @@ from thrifty.core.errors import UsageError
 def visible_pairs(
     t: int, s: int, causal: bool, mask: Tensor | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Return the pairs that may be kept, (1 or b, 1 or h, t, s). `mask` must be boolean, (b, 1 or h, 1 or t, s)."""
+    """Return the pairs that may be kept, (1 or b, 1 or h, t, s). `mask` must be boolean, (b, 1 or h, 1 or t, s). In
+    causal attention a mask must hide later keys itself. It may show some of them, such as other patches of an image."""
     if mask is not None and mask.dtype != torch.bool:
         raise UsageError(
             f"attention filters require a boolean mask, not an additive mask of dtype {str(mask.dtype)!r}",
@@ -22,7 +23,7 @@ def visible_pairs(
     if causal:
         refuse_other_lengths(t, s)
     seen = torch.ones(1, 1, t, s, dtype=torch.bool, device=device)
-    if causal:
+    if causal and mask is None:
         seen = seen.tril()
     return seen if mask is None else seen & mask
 

@@ -102,6 +102,8 @@ def attend_with_prefix(
     k, v = (torch.cat(pair, 2) for pair in zip(prefixes, (k, v), strict=True))
     if mask is not None:
         mask = _before(mask, count, True if mask.dtype == torch.bool else 0.0)
+        if mask.dtype == torch.bool and mask.shape[-2] > 1:  # otherwise dropped queries show later keys to the core
+            mask[..., :count, :] = torch.ones(count, mask.shape[-1], dtype=torch.bool, device=mask.device).tril()
     if bias is not None:
         bias = _before(bias.expand(*bias.shape[:-1], k.shape[2] - count), count, 0.0)
     return call_core(core, F.pad(q, (0, 0, count, 0)), k, v, mask, dropout, bias)[:, :, count:]

@@ -24,7 +24,7 @@ from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths
 from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import scattered_grid
-from thrifty.modeling.attention_cores import AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import LATER_HIDDEN, AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
@@ -64,4 +64,6 @@ class BlockSparseAttention(ReplacedAttention):
     def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         seed = seed_of(f"{self.seed}/{site.name}") % 2**16
         sizes = self.block, self.window_blocks, self.global_blocks, self.random_blocks
+        if site.causal and not site.has_causal_masks:
+            LATER_HIDDEN.set(site.module, self.name)
         return partial(scattered_attention, *sizes, site.causal, seed)

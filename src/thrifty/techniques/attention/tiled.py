@@ -15,7 +15,7 @@ Does not    Change the result beyond rounding.
 """
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils._triton import has_triton_package
@@ -27,7 +27,7 @@ from thrifty.core.setting_bounds import Natural
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.tiled_attention import tiled_attention
-from thrifty.modeling.attention_cores import refuse_changed_cores
+from thrifty.modeling.attention_cores import AttentionCore, refuse_changed_cores
 from thrifty.modeling.attention_sites import find_attention_sites, find_own_sites
 
 
@@ -50,6 +50,16 @@ def triton_attention(
     from thrifty.kernels.flash_attention_triton import TILE, flash_attention
 
     return flash_attention(q, k, v, causal, tile=tile or TILE)
+
+
+def attend_in_mask(
+    kernel: AttentionCore, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Return causal attention without a mask, and otherwise attention to all keys in the mask, which may be later.
+
+    q and the result are (b, h, t, k), k and v are (b, g, s, k).
+    """
+    return kernel(q, k, v, mask, causal=mask is None, **options)
 
 
 class TiledAttention(Technique):
@@ -80,7 +90,9 @@ class TiledAttention(Technique):
             self.refuse_without_triton(model)
         kernel = tiled_attention if self.kernel == "torch" else triton_attention
         for site in sites:
-            site.put(partial(kernel, tile=self.tile or None, causal=site.causal))
+            core = partial(kernel, tile=self.tile or None)
+            has_causality = site.has_causal_masks or not site.causal
+            site.put(partial(core, causal=site.causal) if has_causality else partial(attend_in_mask, core))
         add_note(f"{len(sites)} attention cores")
         return model
 

@@ -25,7 +25,7 @@ from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths
 from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import window_grid
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule
-from thrifty.modeling.attention_cores import AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import LATER_HIDDEN, AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
@@ -62,4 +62,6 @@ class WindowAttention(ReplacedAttention):
     """Side of a block in tokens."""
 
     def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        if site.causal and not site.has_causal_masks:
+            LATER_HIDDEN.set(site.module, self.name)
         return partial(window_attention, VisibilityRule(site.causal, self.window, self.global_tokens), self.block)
