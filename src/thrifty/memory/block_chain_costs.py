@@ -34,7 +34,8 @@ class ChainSurvey:
         self.stages: list[ChainStageCost] = []
         self.inputs: dict[int, Tensor] = {}
         """Arguments that are not outputs of the previous call, by storage."""
-        self.outputs: list[Tensor] = []
+        self.outputs: list[tuple[Tensor, int]] = []
+        """Outputs of the previous call, each with its number of in-place writes."""
         self.known: dict[Hashable, ChainStageCost] = {}
         """Costs by operation trace. Most blocks have the same trace as the previous block."""
 
@@ -44,7 +45,8 @@ class ChainSurvey:
 
     def count(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
-        own = [tensor for tensor in tensors if not any(tensor is output for output in self.outputs)]
+        linked = [output for output, version in self.outputs if output._version == version]
+        own = [tensor for tensor in tensors if not any(tensor is output for output in linked)]
         self.inputs |= {tensor.untyped_storage()._cdata: tensor for tensor in own}
         try:
             cost, result = block_cost(module, module.forward, args, kwargs, self.known)
@@ -58,7 +60,7 @@ class ChainSurvey:
         if self.timed and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             cost = in_seconds(cost, forward_seconds(inner, args, kwargs))
         self.stages.append(cost)
-        self.outputs = tensors_in(result)
+        self.outputs = [(tensor, tensor._version) for tensor in tensors_in(result)]
         return result
 
     def cost(self) -> ChainCost:

@@ -97,7 +97,8 @@ class BlockCall:
         self.relay: list[Tensor] | None = None
         """Values of the linked inputs. They are kept if this call was recomputed in order to recompute a later call."""
         self.context = CallContext(tensors.values())
-        self.outputs: list[weakref.ref] = []
+        self.outputs: list[tuple[weakref.ref, int]] = []
+        """Outputs, each with its number of in-place writes when the call returned it."""
         self.saves: list[tuple[torch.Size, torch.dtype]] = []
         self.recomputed: list[Tensor | None] = []
         """The tensors that `saves` describes, from their recomputation until autograd uses them."""
@@ -107,7 +108,7 @@ class BlockCall:
         with saved_tensors_hooks(self._leave_out, _unpack):
             result = self.inner(*args, **kwargs)
         self.buffers.forget_constant()
-        self.outputs = [weakref.ref(tensor) for tensor in tensors_in(result)]
+        self.outputs = [(weakref.ref(tensor), tensor._version) for tensor in tensors_in(result)]
         return result
 
     def _leave_out(self, tensor: Tensor) -> tuple["BlockCall", int]:
@@ -115,7 +116,12 @@ class BlockCall:
         return self, len(self.saves) - 1
 
     def outputs_in(self, tensors: Mapping[int, Tensor]) -> dict[int, int]:
-        places = {id(output): place for place, ref in enumerate(self.outputs) if (output := ref()) is not None}
+        """Return the index of each tensor among the outputs. Outputs that were changed in place are left out."""
+        places = {
+            id(output): place
+            for place, (ref, version) in enumerate(self.outputs)
+            if (output := ref()) is not None and output._version == version
+        }
         return {number: places[id(tensor)] for number, tensor in tensors.items() if id(tensor) in places}
 
     def saved_tensor(self, index: int) -> Tensor:
