@@ -190,11 +190,19 @@ class Bundled(Attention):
         return self.bundle(x, x, x, attn_mask=self.hidden(x), key_padding_mask=padding, need_weights=False)[0]
 
 
+class Positioned(Bundled):
+    """Adds positions to queries and keys only, as DETR does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x + torch.linspace(-1, 1, x.shape[1])[:, None]
+        return self.bundle(q, q, x, attn_mask=self.hidden(x), need_weights=False)[0]
+
+
 FORMS: dict[str, type[Attention]] = {
     form.__name__: form
     for form in (
         Fused, FusedInHelper, Chosen, FusedWithMask, Nano, Additive, Einsum, MergedHeads, Grouped, Temperature,
-        PositionBias, AddedProduct, Disentangled, TwoProducts, InPlace, Filled, Bundled,
+        PositionBias, AddedProduct, Disentangled, TwoProducts, InPlace, Filled, Bundled, Positioned,
     )
 }  # fmt: skip
 
@@ -337,6 +345,33 @@ def test_attention_to_another_sequence_is_left_out_and_named() -> None:
     assert any("reader" in note and "cross" in note for note in notes)
     layer = nn.TransformerDecoderLayer(WIDTH, HEADS)
     assert [site.name for site in find_attention_sites(layer)] == ["self_attn"]
+
+
+class Merged(Attention):
+    """Attention to every second token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.merge(F.scaled_dot_product_attention(q, k[:, :, ::2], v[:, :, ::2]))
+
+
+class WithZero(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bundle = nn.MultiheadAttention(WIDTH, HEADS, add_zero_attn=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bundle(x, x, x, need_weights=False)[0]
+
+
+def test_attention_with_other_keys_is_left_out_and_named() -> None:
+    model = nn.Sequential(Nano(), Merged(), WithZero())
+    expected = model[1:](inputs())
+    with collect_notes() as notes:
+        assert [site.name for site in find_attention_sites(model)] == ["0"]
+    assert notes == ["left out, because their keys are not those of their tokens: 1, 2.bundle"]
+    WindowAttention(window=1, block=4).model(model)
+    assert torch.equal(model[1:](inputs()), expected)
 
 
 class Named(nn.Module):

@@ -84,6 +84,13 @@ def _passes_other_keys(call: ast.Call) -> bool:
     return query is not None and key is not None and ast.dump(query) != ast.dump(key)
 
 
+def adds_keys(module: nn.Module) -> bool:
+    """Return True for an nn.MultiheadAttention with keys of another width, or with more keys than tokens."""
+    return isinstance(module, nn.MultiheadAttention) and (
+        module.add_zero_attn or module.bias_k is not None or module.in_proj_weight is None
+    )
+
+
 def is_causal(module: nn.Module) -> bool:
     """Return True if the module's code calls torch's attention with `is_causal=True`, as a constant or as an attribute
     of the module, and in no other way."""

@@ -287,20 +287,24 @@ class CaughtCall:
         attn_mask: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Answer a call of nn.MultiheadAttention, for queries (t, b, d) or (t, d). Attention to another sequence is
-        left to torch. Otherwise weights are not returned."""
-        is_own = query is key and key is value and in_proj_weight is not None and bias_k is None
-        if not is_own or add_zero_attn:
+        """Answer a call of nn.MultiheadAttention, for queries (t, b, d) or (t, d). Attention to a sequence of another
+        length is left to torch. Otherwise weights are not returned."""
+        is_own = query.shape == key.shape == value.shape and bias_k is None and not add_zero_attn
+        if not is_own or in_proj_weight is None:
             self.is_done = True
             return func(
                 query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v,
                 add_zero_attn, dropout_p, out_proj_weight, out_proj_bias, training, key_padding_mask, need_weights,
                 attn_mask, **others,
             )  # fmt: skip
-        x = query if query.ndim == 3 else query[:, None]
-        t, b, d = x.shape
-        projected = F.linear(x, in_proj_weight, in_proj_bias).view(t, b, 3, num_heads, d // num_heads)
-        q, k, v = projected.permute(2, 1, 3, 0, 4)  # (b, h, t, k) each
+        inputs = [each if each.ndim == 3 else each[:, None] for each in (query, key, value)]
+        x, (t, b, d) = inputs[0], inputs[0].shape
+        if query is key and key is value:
+            projected = F.linear(x, in_proj_weight, in_proj_bias).chunk(3, -1)
+        else:  # for example, positions are added to queries and keys only
+            biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+            projected = [F.linear(*each) for each in zip(inputs, in_proj_weight.chunk(3), biases, strict=True)]
+        q, k, v = (each.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for each in projected)  # (b, h, t, k) each
         mask = None if attn_mask is None else _added(attn_mask, x.dtype)
         if mask is not None:
             mask = mask.view(-1, num_heads, t, t) if mask.ndim == 3 else mask[None, None]

@@ -21,11 +21,12 @@ from thrifty.modeling.transformers_attention import TransformersSite, looks_up_a
 
 def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
     """Return the self-attention modules whose attention can be replaced. Attention between two sequences is left out,
-    and so are modules with a softmax and matmuls that are no attention; notes name them. Raise RefusedError if the
-    model has no self-attention that can be replaced."""
+    and so are attention with added or merged keys, and modules with a softmax and matmuls that are no attention; notes
+    name them. Raise RefusedError if the model has no self-attention that can be replaced."""
     sites: dict[str, AttentionSite] = {}
     left_out: list[str] = []
     mistaken: list[str] = []
+    other_keys: list[str] = []
     wholes: dict[str, nn.Module] = {}  # models of transformers, without those inside them
     for name, module in model.named_modules():
         whole = next((each for path, each in wholes.items() if is_under(name, path)), None)
@@ -37,6 +38,8 @@ def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
             mistaken.append(name)
         elif attends_to_other(model, name):
             left_out.append(name)
+        elif isinstance(site, CaughtSite) and site.has_other_keys:
+            other_keys.append(name)
         else:
             sites[name] = site
     # a block that calls attention in a child has the child's site
@@ -50,6 +53,8 @@ def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
         add_note(f"left out, because a call showed no attention between all tokens: {', '.join(mistaken)}")
     if left_out:
         add_note(f"left out, because they attend to another sequence: {', '.join(left_out)}")
+    if other_keys:
+        add_note(f"left out, because their keys are not those of their tokens: {', '.join(other_keys)}")
     return inner
 
 

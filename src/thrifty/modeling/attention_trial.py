@@ -80,6 +80,13 @@ def runs_without_attention(owner: nn.Module, width: int) -> bool:
     return all(call is not None and not (seen or call.reason) for call, seen in trials)
 
 
+def has_other_keys(owner: nn.Module, width: int) -> bool:
+    """Return True if a module with inputs of `width` channels can be called alone, and its attention has another number
+    of keys than of queries."""
+    call, seen = _trial(owner, width)
+    return call is not None and call.is_done and not seen
+
+
 def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return queries, keys and values (b, heads, tokens, head width) of the only attention call of a module."""
     _, seen = _trial(owner, width)

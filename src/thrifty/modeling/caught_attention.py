@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from thrifty.core.errors import RefusedError
-from thrifty.modeling.attention_calls import SDPA, has_own_softmax
+from thrifty.modeling.attention_calls import SDPA, adds_keys, has_own_softmax
 from thrifty.modeling.attention_catcher import CatchAttention, CaughtCall
 from thrifty.modeling.attention_cores import HEADS, KEY_HEADS, AttentionCore, AttentionSite
-from thrifty.modeling.attention_trial import ObservedHeads, observed_heads, runs_without_attention
+from thrifty.modeling.attention_trial import ObservedHeads, has_other_keys, observed_heads, runs_without_attention
 from thrifty.modeling.module_surgery import wrap_forward
 
 
@@ -34,6 +34,16 @@ class CaughtSite(AttentionSite):
     @cached_property
     def _observed(self) -> ObservedHeads | None:
         return observed_heads(self.module, self.width)
+
+    @property
+    def has_other_keys(self) -> bool:
+        """True if the attention has other keys than its tokens, as its settings or a call of the module show."""
+        if hasattr(self.module, "thrifty_core") or has_own_softmax(self.module):
+            return False  # a core answers the call
+        try:
+            return adds_keys(self.module) or has_other_keys(self.module, self.width)
+        except RefusedError:  # the width of its inputs is unknown
+            return False
 
     @property
     def is_mistaken(self) -> bool:

@@ -88,8 +88,9 @@ def refuse_other_lengths(t: int, s: int) -> None:
     """Raise UsageError if the numbers of queries and keys differ."""
     if t != s:
         raise UsageError(
-            f"causal attention requires as many queries as keys: {t} queries and {s} keys were passed",
-            fix="pass whole texts, without a key-value cache: use_cache=False",
+            f"this attention requires as many queries as keys: {t} queries and {s} keys were passed",
+            fix="pass whole texts, without a key-value cache: use_cache=False; or, for a module that merges its keys, "
+            "choose attention.tiled",
         )
 
 
