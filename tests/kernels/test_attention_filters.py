@@ -66,6 +66,27 @@ class TestKeepSets:
             pairs.append((output, *torch.autograd.grad(output.square().sum(), (q, key))))
         torch.testing.assert_close(*pairs)
 
+    @pytest.mark.parametrize("name", ["a3", "elsa", "sanger"])
+    def test_filters_drop_keys_with_a_low_position_bias(self, name):
+        q, key, visible = random_case(6, 4, 1, False, 0)
+        bias = torch.tensor([0.0, 0.0, 0.0, -50.0, -50.0, -50.0]).expand(1, 1, 6, 6)
+        if name == "a3":
+            keep = a3_filter.a3_keep(q, key, 1.0, 5.0, visible, bias)
+        elif name == "elsa":
+            factors = elsa_filter.orthogonal_factors((4,), torch.Generator().manual_seed(0))
+            keep = elsa_filter.elsa_keep(q, key, factors, 0.1, 0.0, visible, bias)
+        else:
+            keep = sanger_filter.sanger_keep(q, key, 0.01, 4, (1.0, 1.0), visible, bias)
+        assert keep.any(-1).all() and not (keep[..., :3].any(-1) & keep[..., 3:].any(-1)).any()
+
+    def test_few_bits_keep_the_position_bias(self):
+        q, key, visible = random_case(6, 8, 1, False, 0)
+        bias, shares = torch.linspace(-3, 3, 36).view(1, 1, 6, 6), spatten_filter.KeptShares(1.0, 1.0, 1.0)
+        exact, rounded = (
+            spatten_filter.cascade_attention(q, key, key, visible, None, shares, bits, bias=bias)[0] for bits in (0, 12)
+        )
+        torch.testing.assert_close(rounded, exact, rtol=0.01, atol=0.01)
+
     def test_a_mask_may_show_later_keys(self):
         mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
         mask[..., :2, :2] = True

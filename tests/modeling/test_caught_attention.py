@@ -13,7 +13,7 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import collect_notes
 from thrifty.core.technique import Technique
 from thrifty.modeling.attention_calls import is_causal
-from thrifty.modeling.attention_cores import call_core
+from thrifty.modeling.attention_cores import SwappableCore, call_core
 from thrifty.modeling.attention_sites import find_attention_sites
 from thrifty.techniques.attention.tiled import TiledAttention
 from thrifty.techniques.attention.window import WindowAttention
@@ -561,3 +561,11 @@ def test_cores_may_lack_options_that_have_no_effect() -> None:
     q = torch.randn(1, 2, 3, 4)
     assert torch.equal(call_core(lambda q, k, v: v, q, q, q), q)
     assert torch.equal(call_core(lambda q, k, v, mask: v, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool)), q)
+
+
+def test_a_watch_receives_mask_and_bias() -> None:
+    q, mask, bias = torch.randn(1, 2, 3, 4), torch.ones(1, 1, 3, 3, dtype=torch.bool), torch.zeros(1, 1, 3, 3)
+    core, seen = SwappableCore(lambda q, k, v, mask, bias: v), []
+    core.watch = lambda *call: seen.extend(call)
+    core(q, q, q, mask, bias=bias)
+    assert seen[2] is mask and seen[3] is bias

@@ -250,6 +250,17 @@ def test_dota_keeps_a_share_of_each_example_in_an_encoder() -> None:
     assert place.module.longest_text == 0
 
 
+def test_dota_keeps_keys_by_their_position_bias() -> None:
+    model = technique("attention.dota", from_step=0).model(tiny_vit())
+    (detector, *_) = LOSING_CORES.of(model)
+    q, k, v = (torch.randn(2, 4, 20, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    detector.input = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(3))
+    bias = torch.full((1, 1, 20, 20), -1e3)
+    bias[..., 0] = 0.0
+    with torch.no_grad():
+        torch.testing.assert_close(detector(q, k, v, bias=bias), v[:, :, :1].expand_as(v))
+
+
 def detector_error(state: TrainState) -> float:
     errors: list[float] = []
     assert state.model is not None

@@ -117,7 +117,9 @@ def test_masks_follow_the_mean_maps_of_plain_steps(images: bool) -> None:
         assert 0.1 < float(kept.float().mean()) < 0.7
 
 
-def add_map(maps: dict[str, list[Tensor]], name: str, causal: bool, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
+def add_map(
+    maps: dict[str, list[Tensor]], name: str, causal: bool, q: Tensor, k: Tensor, mask: Tensor | None, bias: None
+) -> None:
     scores = exact_scores(q, k).masked_fill(~visible_pairs(q.shape[2], k.shape[2], causal, mask), float("-inf"))
     maps.setdefault(name, []).append(scores.softmax(-1).double().mean(0))
 

@@ -54,15 +54,15 @@ def call_core(
 
 class SwappableCore:
     """An attention core that calls another core, its attribute `core`, which can be replaced at any time. `watch`
-    receives the queries, keys and mask of each call."""
+    receives the queries, keys, mask and bias of each call."""
 
     def __init__(self, core: AttentionCore):
         self.core = core
-        self.watch: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
+        self.watch: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         if self.watch is not None:
-            self.watch(q, k, mask)
+            self.watch(q, k, mask, options.get("bias"))
         return call_core(self.core, q, k, v, mask, **options)
 
 

@@ -25,7 +25,7 @@ from thrifty.modeling.attention_cores import (
 
 INTERFACE = "thrifty"
 """Name of Thrifty's attention function in transformers."""
-FURTHER = ("softcap", "s_aux")
+FURTHER = ("softcap", "s_aux", "sinks")
 """Arguments of some attention functions of transformers that cores do not support."""
 
 

@@ -68,9 +68,10 @@ def post_scored(candidates: Tensor, scores: Tensor, percent: float) -> Tensor:
     return candidates & (among >= among.amax(-1, keepdim=True) + math.log(percent / 100))
 
 
-def a3_keep(q: Tensor, k: Tensor, share: float, percent: float, visible: Tensor) -> Tensor:
+def a3_keep(q: Tensor, k: Tensor, share: float, percent: float, visible: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a mask (b, h, t, s) of keys that pass greedy search and threshold. Without candidates, a query keeps its
-    best key.
+    best key. The search reads products of single elements, so only the threshold includes a bias (b or 1, h or 1, t, s)
+    of the scores.
     """
-    scores = exact_scores(q, k)
+    scores = exact_scores(q, k, bias)
     return with_one(post_scored(a3_candidates(q, k, share, visible), scores, percent), scores, visible)

@@ -114,23 +114,33 @@ def largest_norm(k: Tensor, heads: int, visible: Tensor) -> Tensor:
 
 
 def elsa_keep(
-    q: Tensor, k: Tensor, factors: Sequence[Tensor], bias: float, threshold: float, visible: Tensor
+    q: Tensor,
+    k: Tensor,
+    factors: Sequence[Tensor],
+    bias: float,
+    threshold: float,
+    visible: Tensor,
+    position_bias: Tensor | None = None,
 ) -> Tensor:
     """Return a mask (b, h, t, s) of keys with a similarity above threshold · the largest visible norm. A query without
-    such a key keeps its most similar key.
+    such a key keeps its most similar key. A bias (b or 1, h or 1, t, s) of the scores is added to the similarity, in
+    its unit.
     """
     similarity = elsa_similarity(q, k, factors, bias)
+    if position_bias is not None:
+        norms = q.float().norm(dim=-1, keepdim=True).clamp(min=1e-20)
+        similarity = similarity + position_bias * q.shape[-1] ** 0.5 / norms
     keep = (similarity > threshold * largest_norm(k, q.shape[1], visible)) & visible
     return with_one(keep, similarity, visible)
 
 
-def threshold_samples(q: Tensor, k: Tensor, p: float, visible: Tensor) -> Tensor:
+def threshold_samples(q: Tensor, k: Tensor, p: float, visible: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the threshold that each query requires, (b, h, t).
 
     Take the keys whose softmax weight is above p / n, for n visible keys. The threshold is their lowest score, divided
     by |q| and the largest |k|. If no weight is above p / n, the highest score is used.
     """
-    scores = exact_scores(q, k).masked_fill(~visible, float("-inf"))
+    scores = exact_scores(q, k, bias).masked_fill(~visible, float("-inf"))
     n = visible.sum(-1, keepdim=True)
     enough = scores.softmax(-1) > p / n
     lowest = scores.masked_fill(~enough, float("inf")).amin(-1)

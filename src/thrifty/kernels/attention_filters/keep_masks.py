@@ -65,10 +65,11 @@ def filtered_attention(
     dropout: float = 0.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of q (b, h, t, k) over the keys and values (b, g, s, k) that `keep(q, k, visible=…)` keeps."""
+    """Return attention of q (b, h, t, k) over the keys and values (b, g, s, k) that `keep(q, k, visible=…, bias=…)`
+    keeps. `bias` (b or 1, h or 1, t, s) is added to the scores."""
     visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
     with torch.no_grad():
-        kept = keep(q, k, visible=visible)
+        kept = keep(q, k, visible=visible, bias=bias)
     return attend_kept(q, k, v, kept, dropout, bias)
 
 
@@ -77,11 +78,13 @@ def seen_softmax(scores: Tensor, seen: Tensor) -> Tensor:
     return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1) * seen
 
 
-def exact_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Return the scores q kᵀ / sqrt(k), (b, h, t, s) in float32 or wider, for q (b, h, t, k) and k (b, g, s, k)."""
+def exact_scores(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the scores q kᵀ / sqrt(k) + bias, (b, h, t, s) in float32 or wider, for q (b, h, t, k), k (b, g, s, k) and
+    bias (b or 1, h or 1, t, s)."""
     accurate = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        return q.to(accurate) @ heads_of_keys(k, q.shape[1]).to(accurate).mT * q.shape[-1] ** -0.5
+        scores = q.to(accurate) @ heads_of_keys(k, q.shape[1]).to(accurate).mT * q.shape[-1] ** -0.5
+    return scores if bias is None else scores + bias
 
 
 def refuse_other_lengths(t: int, s: int) -> None:

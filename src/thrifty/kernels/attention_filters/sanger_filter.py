@@ -39,11 +39,18 @@ def predicted_scores(q: Tensor, k: Tensor, bits: int, largest: tuple[float | Ten
 
 
 def sanger_keep(
-    q: Tensor, k: Tensor, threshold: float, bits: int, largest: tuple[float, float], visible: Tensor
+    q: Tensor,
+    k: Tensor,
+    threshold: float,
+    bits: int,
+    largest: tuple[float, float],
+    visible: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return a mask (b, h, t, s) of keys whose predicted softmax weight exceeds `threshold`. A query without such a key
-    keeps its likeliest key.
+    keeps its likeliest key. A bias (b or 1, h or 1, t, s) is added to the predicted scores.
     """
     scores = predicted_scores(q, k, bits, largest)
+    scores = scores if bias is None else scores + bias
     keep = scores.masked_fill(~visible, float("-inf")).softmax(-1) > threshold
     return with_one(keep, scores, visible)

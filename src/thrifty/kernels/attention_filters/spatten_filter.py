@@ -146,10 +146,9 @@ def cascade_attention(
             visible = visible.expand(len(q), -1, -1, -1)
             now = prune_tokens(before or initial_state(visible, q.shape[1]), visible, keep)
             seen = visible & now.alive[:, None]
-        scores = exact_scores(q, k)
-        weights = seen_softmax(scores if bias is None else scores + bias, seen)
+        weights = seen_softmax(exact_scores(q, k, bias), seen)
         with torch.no_grad():
-            rounded = progressive_probabilities(q, k, seen, bits, LOW_BITS)[0] if bits else weights
+            rounded = progressive_probabilities(q, k, seen, bits, LOW_BITS, bias)[0] if bits else weights
             computed = now.working.mT[..., None]
             fetched = highest(rounded, share_of(seen.sum(-1, keepdim=True), keep.values)) & computed
         weights = weights + (rounded - weights).detach()
@@ -168,13 +167,19 @@ def high_bits(x: Tensor, high: int, low: int) -> tuple[Tensor, Tensor]:
     return whole * step, (whole / 2**low).floor() * 2**low * step
 
 
-def progressive_probabilities(q: Tensor, k: Tensor, visible: Tensor, high: int, low: int) -> tuple[Tensor, Tensor]:
+def progressive_probabilities(
+    q: Tensor, k: Tensor, visible: Tensor, high: int, low: int, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the softmax (b, h, t, s) of queries and keys (b, h, n, k), and a mask (b, h, t) of flat queries.
 
-    The softmax uses `high` bits. Flat queries are recomputed with high + low bits.
+    The softmax uses `high` bits. Flat queries are recomputed with high + low bits. A bias (b or 1, h or 1, t, s) is
+    added to both scores, without rounding.
     """
     (fine_q, coarse_q), (fine_k, coarse_k) = high_bits(q.float(), high, low), high_bits(k.float(), high, low)
     scale = q.shape[-1] ** -0.5
-    coarse, fine = (seen_softmax(a @ b.mT * scale, visible) for a, b in ((coarse_q, coarse_k), (fine_q, fine_k)))
+    added = 0.0 if bias is None else bias
+    coarse, fine = (
+        seen_softmax(a @ b.mT * scale + added, visible) for a, b in ((coarse_q, coarse_k), (fine_q, fine_k))
+    )
     is_flat = coarse.amax(-1) < FLAT
     return torch.where(is_flat[..., None], fine, coarse), is_flat

@@ -205,10 +205,10 @@ class CalibratedAttention(ReplacedAttention):
     def start(self) -> int:
         return max(int(self.from_step), 1)
 
-    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the values (n,) that are measured in one call. They are averaged over calls and ranks.
 
-        q is (b, h, t, k), k is (b, g, t, k).
+        q is (b, h, t, k), k is (b, g, t, k), and the bias of the scores is (b or 1, h or 1, t, t).
         """
         raise NotImplementedError
 
@@ -258,10 +258,8 @@ class CalibratedAttention(ReplacedAttention):
                 mean = mean_over_ranks(torch.stack(values[site.name]).double().mean(0))
                 site.module.calibration += torch.cat((mean.to(site.module.calibration), mean.new_ones(1)))
 
-    def _measure_call(
-        self, site: AttentionSite, values: list[Tensor], q: Tensor, k: Tensor, mask: Tensor | None
-    ) -> None:
-        values.append(self.measure(site, q, k, mask).flatten())
+    def _measure_call(self, site: AttentionSite, values: list[Tensor], *call: Tensor | None) -> None:
+        values.append(self.measure(site, *call).flatten())  # type: ignore[arg-type]
 
     def before_pass(self, model: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         site = ATTENTION_SITES.of(model)[0].module

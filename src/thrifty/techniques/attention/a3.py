@@ -31,17 +31,19 @@ from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
 @torch.library.custom_op("thrifty::a3_keep", mutates_args=())
-def _keep(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> Tensor:
-    return a3_keep(q, k, rounds, percent, visible)
+def _keep(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float, bias: Tensor | None) -> Tensor:
+    return a3_keep(q, k, rounds, percent, visible, bias)
 
 
 @_keep.register_fake
-def _(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> Tensor:
+def _(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float, bias: Tensor | None) -> Tensor:
     return q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.bool)
 
 
-def _candidates(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> Tensor:
-    return torch.ops.thrifty.a3_keep(q, k, visible, rounds, percent)
+def _candidates(
+    q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float, bias: Tensor | None = None
+) -> Tensor:
+    return torch.ops.thrifty.a3_keep(q, k, visible, rounds, percent, bias)
 
 
 class A3(ReplacedAttention):

@@ -70,8 +70,10 @@ class DetectorCore:
         if not self.is_active or estimated is None:
             return call_core(self.site.plain, q, k, v, mask, **options)
         most, counts = self.kept_counts(visible)
-        keys = balanced_keys(estimated.detach(), most, visible, counts)
-        if self.settings.products == "rows" and "bias" not in options:
+        bias = options.get("bias")
+        ranked = estimated.detach() if bias is None else estimated.detach() + bias.detach()
+        keys = balanced_keys(ranked, most, visible, counts)
+        if self.settings.products == "rows" and bias is None:
             return row_attention(q, k, v, keys, **options)
         return attend_kept(q, k, v, keep_of(keys, k.shape[2]), **options)
 

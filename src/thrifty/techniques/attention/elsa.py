@@ -40,10 +40,16 @@ UNKNOWN = 0.5
 
 
 def _keep(
-    q: Tensor, k: Tensor, visible: Tensor, factors: tuple[PlainMatrix, ...], bias: float, threshold: float
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor,
+    factors: tuple[PlainMatrix, ...],
+    angle: float,
+    threshold: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     matrices = [torch.tensor(numbers, device=q.device) for numbers in factors]
-    return elsa_keep(q, k, matrices, bias, threshold, visible)
+    return elsa_keep(q, k, matrices, angle, threshold, visible, bias)
 
 
 class Elsa(CalibratedAttention):
@@ -63,9 +69,9 @@ class Elsa(CalibratedAttention):
     seed: int = 0
     """Seed of the projections."""
 
-    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
         visible = visible_pairs(q.shape[2], k.shape[2], site.causal, mask, q.device)
-        samples = threshold_samples(q, k, self.p, visible)
+        samples = threshold_samples(q, k, self.p, visible, bias)
         return samples[visible.any(-1).expand_as(samples)].mean()  # a padded query sees no keys
 
     def settle(self, site: AttentionSite, means: Tensor) -> float:
@@ -76,5 +82,5 @@ class Elsa(CalibratedAttention):
             return site.plain
         sizes, threshold = factor_sizes(site.head_width), calibration.get(site.name, UNKNOWN)
         factors = seeded_factors(sizes, self.seed)
-        keep = partial(_keep, factors=factors, bias=angle_bias(sizes), threshold=threshold)
+        keep = partial(_keep, factors=factors, angle=angle_bias(sizes), threshold=threshold)
         return partial(filtered_attention, keep, site.causal)

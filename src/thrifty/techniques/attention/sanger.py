@@ -46,7 +46,7 @@ class Sanger(CalibratedAttention):
     bits: Annotated[int, SettingBound(least=2, most=16)] = 4
     """Number of bits of queries and keys for the predicted scores, including the sign."""
 
-    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
         return torch.stack([unit_rows(x)[0].abs().amax((2, 3)).mean() for x in (q, k)])
 
     def count(self, model: torch.nn.Module, site: AttentionSite) -> int:

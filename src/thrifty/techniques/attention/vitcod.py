@@ -200,7 +200,7 @@ class Vitcod(CalibratedAttention):
     def count(self, model: nn.Module, site: AttentionSite) -> int:
         return site.heads * (self.tokens or positions_of(model, self.name)) ** 2
 
-    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
         side, t = side_of(site, len(site.module.calibration) - 1), q.shape[2]
         refuse_other_lengths(t, k.shape[2])
         if t > side:
@@ -210,7 +210,7 @@ class Vitcod(CalibratedAttention):
             )
         q, k = autoencode_attention(site, q, k) if self.autoencoder else (q, k)
         visible = visible_pairs(t, t, site.causal, mask, q.device)
-        average = vitcod_filter.average_map(seen_softmax(exact_scores(q, k), visible), visible)
+        average = vitcod_filter.average_map(seen_softmax(exact_scores(q, k, bias), visible), visible)
         return nn.functional.pad(average, (0, side - t, 0, side - t))
 
     def settle(self, site: AttentionSite, means: Tensor) -> dict[str, Any]:
