@@ -1,18 +1,22 @@
 """Techniques that replace attention cores: results, supported models, phases and calibration."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from adapter_models import TOKENS, theirs
 from image_runs import PIXELS, tiny_vit
 from kernel_references import kept_attention_reference, window_mask
+from own_gpt import Block, NanoGPT
 from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
 from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.run_notes import collect_notes
 from thrifty.core.state import TrainState
 from thrifty.kernels.attention_filters import dota_filter, elsa_filter, sanger_filter
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_pairs
@@ -259,6 +263,43 @@ def test_dota_keeps_keys_by_their_position_bias() -> None:
     bias[..., 0] = 0.0
     with torch.no_grad():
         torch.testing.assert_close(detector(q, k, v, bias=bias), v[:, :, :1].expand_as(v))
+
+
+class MaskedBlock(Block):
+    """A block that is causal by a mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(self.ln_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        past = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        x = x + self.c_proj(F.scaled_dot_product_attention(q, k, v, past).transpose(1, 2).flatten(2))
+        return x + self.proj(F.gelu(self.fc(self.ln_2(x))))
+
+
+def masked_copy(model: nn.Module) -> nn.Module:
+    masked = copy.deepcopy(model)
+    for block in masked.h:
+        block.__class__ = MaskedBlock
+    return masked
+
+
+@pytest.mark.parametrize("name", ["attention.spatten", "attention.dota"])
+def test_decoders_with_a_mask_keep_the_same_keys(name: str) -> None:
+    plain, tokens = NanoGPT(32, 4, 256, 16), text()
+    outputs = []
+    for model in (plain, masked_copy(plain)):
+        model = technique(name, from_step=0).model(model)
+        model(tokens)  # the longest text so far
+        with torch.no_grad():
+            outputs.append(model(tokens[:, :8]))
+    torch.testing.assert_close(*outputs)
+
+
+def test_random_blocks_that_a_mask_hides_are_named() -> None:
+    model = NanoGPT(32, 2, 256, 16)
+    for each, is_named in ((masked_copy(model), True), (model, False)):
+        with collect_notes() as notes:
+            technique("attention.block_sparse").model(each)
+        assert any("later blocks, which the mask of the model hides" in note for note in notes) == is_named
 
 
 def detector_error(state: TrainState) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
@@ -75,6 +76,14 @@ def has_values(x: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
 
 
+def hides_later_keys(visible: Tensor) -> bool:
+    """Return True if no pair (…, t, s) has a later key, as in a decoder. Return False without values."""
+    if not has_values(visible) or visible.shape[-1] < 2:
+        return False
+    with _disable_current_modes():  # each trace of a block must contain the same operations
+        return not bool(visible.triu(1).any())
+
+
 def visible_and_bias(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return an additive mask as a boolean mask and a bias. Without values, as while code is compiled, the mask may be
     a bias."""
@@ -102,6 +111,11 @@ class AttentionSite:
         """True if each mask of a causal module hides all later keys. Other masks may show later keys, such as other
         patches of an image."""
         return True
+
+    @property
+    def hides_later_keys(self) -> bool:
+        """True if a trial call of the module has a mask that hides all later keys."""
+        return False
 
     @property
     def head_width(self) -> int:

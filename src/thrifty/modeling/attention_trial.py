@@ -87,6 +87,12 @@ def has_other_keys(owner: nn.Module, width: int) -> bool:
     return call is not None and call.is_done and not seen
 
 
+def observed_mask(owner: nn.Module, width: int) -> Tensor | None:
+    """Return the mask (…, tokens, tokens) of the only attention call of a module; None if it has no mask."""
+    call, seen = _trial(owner, width)
+    return call.mask if call is not None and len(seen) == 1 else None
+
+
 def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return queries, keys and values (b, heads, tokens, head width) of the only attention call of a module."""
     _, seen = _trial(owner, width)
@@ -101,8 +107,9 @@ def _trial(
     or cannot be called without its values."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def core(q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: object) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: object) -> Tensor:
         seen.append((q, k, v))
+        call.mask = mask
         return torch.zeros_like(q)
 
     tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}

@@ -13,8 +13,14 @@ from torch import nn
 from thrifty.core.errors import RefusedError
 from thrifty.modeling.attention_calls import SDPA, adds_keys, has_own_softmax
 from thrifty.modeling.attention_catcher import CatchAttention, CaughtCall
-from thrifty.modeling.attention_cores import HEADS, KEY_HEADS, AttentionCore, AttentionSite
-from thrifty.modeling.attention_trial import ObservedHeads, has_other_keys, observed_heads, runs_without_attention
+from thrifty.modeling.attention_cores import HEADS, KEY_HEADS, AttentionCore, AttentionSite, hides_later_keys
+from thrifty.modeling.attention_trial import (
+    ObservedHeads,
+    has_other_keys,
+    observed_heads,
+    observed_mask,
+    runs_without_attention,
+)
 from thrifty.modeling.module_surgery import wrap_forward
 
 
@@ -34,6 +40,14 @@ class CaughtSite(AttentionSite):
     @cached_property
     def _observed(self) -> ObservedHeads | None:
         return observed_heads(self.module, self.width)
+
+    @property
+    def hides_later_keys(self) -> bool:
+        try:
+            mask = observed_mask(self.module, self.width)
+        except RefusedError:  # the width of its inputs is unknown
+            return False
+        return mask is not None and hides_later_keys(mask)
 
     @property
     def has_other_keys(self) -> bool:

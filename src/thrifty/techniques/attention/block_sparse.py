@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from thrifty.core.randomness import seed_of
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths
 from thrifty.kernels.sparse_attention.block_attention import block_attention
@@ -64,6 +65,11 @@ class BlockSparseAttention(ReplacedAttention):
     def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         seed = seed_of(f"{self.seed}/{site.name}") % 2**16
         sizes = self.block, self.window_blocks, self.global_blocks, self.random_blocks
+        if not site.causal and site.hides_later_keys:
+            add_note(
+                "some random blocks are later blocks, which the mask of the model hides; pass is_causal=True to "
+                "torch.nn.functional.scaled_dot_product_attention to choose earlier blocks only"
+            )
         if site.causal and not site.has_causal_masks:
             LATER_HIDDEN.set(site.module, self.name)
         return partial(scattered_attention, *sizes, site.causal, seed)

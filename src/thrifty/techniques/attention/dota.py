@@ -38,7 +38,14 @@ from thrifty.kernels.attention_filters.dota_filter import (
 from thrifty.kernels.attention_filters.keep_masks import attend_kept, exact_scores, visible_pairs
 from thrifty.kernels.attention_filters.sanger_filter import quantized
 from thrifty.kernels.sparse_attention.row_attention import row_attention
-from thrifty.modeling.attention_cores import ATTENTION_SITES, LOSING_CORES, AttentionCore, AttentionSite, call_core
+from thrifty.modeling.attention_cores import (
+    ATTENTION_SITES,
+    LOSING_CORES,
+    AttentionCore,
+    AttentionSite,
+    call_core,
+    hides_later_keys,
+)
 from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.techniques.attention._auxiliary_losses import AuxiliaryLossObjective
 from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention, decided_phase
@@ -84,7 +91,7 @@ class DetectorCore:
         training text, so that it is the same in a text of any length, and the second value is None.
         """
         density, tokens = self.settings.density, visible.shape[-1]
-        if self.site.causal:
+        if self.site.causal or hides_later_keys(visible):
             return max(round(density * self.longest(tokens)), 1), None
         counts = (visible.sum(-1).amax((1, 2)).double() * density).round().clamp(min=1)
         return max(round(density * tokens), 1), counts

@@ -16,6 +16,7 @@ Does not    Save time or memory without SpAtten's hardware, or skip the outputs 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -36,7 +37,7 @@ from thrifty.kernels.attention_filters.spatten_filter import (
     cascade_attention,
     pruned_share,
 )
-from thrifty.modeling.attention_cores import ATTENTION_SITES, AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import ATTENTION_SITES, AttentionCore, AttentionSite, hides_later_keys
 from thrifty.modeling.module_surgery import find_stacks, is_under
 from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention, decided_phase
 
@@ -73,15 +74,17 @@ class CascadeCore:
     """An attention core that stores the `CascadeState` that it receives, because recomputation needs it again."""
 
     def __init__(self, relay: CascadeRelay, site: AttentionSite, keep: KeptShares, bits: int):
+        """`keep` is for a decoder. In an encoder, no tokens are kept because they are the latest."""
         self.relay, self.site, self.keep, self.bits = relay, site, keep, bits
         self.received: CascadeState | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         refuse_other_lengths(q.shape[2], k.shape[2])
         visible = visible_pairs(q.shape[2], k.shape[2], self.site.causal, mask, q.device)
+        keep = self.keep if self.site.causal or hides_later_keys(visible) else replace(self.keep, latest=0.0)
         if in_backward():
             self.refuse_several_passes()
-            return cascade_attention(q, k, v, visible, self.received, self.keep, self.bits, **options)[0]
+            return cascade_attention(q, k, v, visible, self.received, keep, self.bits, **options)[0]
         before = self.relay.current
         if before is not None and before.alive.shape[:2] != (len(q), q.shape[2]):
             raise RefusedError(
@@ -91,7 +94,7 @@ class CascadeCore:
             )
         if self.relay.is_training:
             self.received = before
-        output, self.relay.current = cascade_attention(q, k, v, visible, before, self.keep, self.bits, **options)
+        output, self.relay.current = cascade_attention(q, k, v, visible, before, keep, self.bits, **options)
         return output
 
     def refuse_several_passes(self) -> None:
@@ -176,8 +179,8 @@ class Spatten(ReplacedAttention):
         for number, block in enumerate(blocks):
             for site in ATTENTION_SITES.of(model):
                 if is_under(f"{site.name}.", f"{stack}.{number}".removeprefix(".")):
-                    latest = self.recent_fraction if site.causal else 0.0
-                    site.put(CascadeCore(relay, site, self.kept_shares(number, len(blocks), latest), self.bits))
+                    keep = self.kept_shares(number, len(blocks), self.recent_fraction)
+                    site.put(CascadeCore(relay, site, keep, self.bits))
                     connected.append(site.name)
             if number == 0:
                 CASCADE_HOOKS.of(model).append(block.register_forward_pre_hook(relay.begin))
