@@ -252,6 +252,15 @@ def test_meta_tensors_suffice_and_flops_count_kept_blocks():
     assert grid.count == 7  # four on the diagonal, three next to it
 
 
+def test_products_beyond_the_range_of_float16_are_scaled_first():
+    q, k = (torch.full((1, 1, 8, 64), 40.0, dtype=torch.float16, requires_grad=True) for _ in range(2))
+    v = torch.randn(1, 1, 8, 64, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
+    output = block_attention(q, k, v, window_grid(8, VisibilityRule(causal=True), 4))
+    mean = v.detach().float().cumsum(2) / torch.arange(1, 9)[:, None]
+    torch.testing.assert_close(output.float(), mean, rtol=2e-3, atol=2e-3)
+    assert all(each.isfinite().all() for each in with_gradients(output, [q, k, v]))
+
+
 def test_second_derivative_is_refused():
     qkv = inputs(1, 1, 1, 8, 4)
     for output in (

@@ -125,6 +125,15 @@ def test_large_scores_do_not_overflow():
     assert all(tensor.isfinite().all() for tensor in (output, *gradients))
 
 
+def test_products_beyond_the_range_of_float16_are_scaled_first():
+    q, k = (torch.full((1, 1, 8, 64), 40.0, dtype=torch.float16, requires_grad=True) for _ in range(2))
+    v = torch.randn(1, 1, 8, 64, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
+    output, *gradients = output_and_gradients(tiled_attention, [q, k, v], None, 4)
+    mean = v.detach().float().cumsum(2) / torch.arange(1, 9)[:, None]
+    torch.testing.assert_close(output.float(), mean, rtol=2e-3, atol=2e-3)
+    assert all(each.isfinite().all() for each in gradients)
+
+
 def test_bfloat16_is_as_accurate_as_torch_kernel():
     qkv = inputs(2, 4, 2, 200, 32, torch.bfloat16)
     exact = output_and_gradients(causal_attention_reference, [x.detach().double().requires_grad_() for x in qkv])

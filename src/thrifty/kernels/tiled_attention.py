@@ -118,8 +118,10 @@ class Pairs:
 
     def scores(self, queries: Tensor, first_query: int, keys: Tensor, first_key: int) -> Tensor:
         """Return scores (b, g, r, n, m), -inf for hidden pairs, of queries (b, g, r, n, k) and keys (b, g, m, k)."""
-        accurate = torch.promote_types(queries.dtype, torch.float32)
-        products = (queries.flatten(2, 3) @ keys.transpose(-1, -2)).to(accurate) * queries.shape[-1] ** -0.5
+        accurate, scale = torch.promote_types(queries.dtype, torch.float32), queries.shape[-1] ** -0.5
+        if queries.dtype == torch.float16:  # products without the scale may exceed the range of float16
+            queries, scale = queries * scale, 1.0
+        products = (queries.flatten(2, 3) @ keys.transpose(-1, -2)).to(accurate) * scale
         scores = products.unflatten(2, queries.shape[2:4])
         rows = slice(first_query, first_query + scores.shape[3])
         columns = slice(first_key, first_key + scores.shape[4])

@@ -119,9 +119,12 @@ def chunks(work: BlockedInputs) -> Iterator[RowChunk]:
         key_head = (sequence // heads) * shared + (sequence % heads) * shared // heads
         keys = (key_head[:, None] * columns + own).flatten()
         key_blocks = work.k.index_select(0, keys).view(len(chosen), -1, work.k.shape[-1])
-        scores = torch.bmm(work.q.index_select(0, chosen), key_blocks.transpose(1, 2))
-        del key_blocks
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(work.scale)
+        queries, scale = work.q.index_select(0, chosen), work.scale
+        if queries.dtype == torch.float16:  # products without the scale may exceed the range of float16
+            queries, scale = queries * scale, 1.0
+        scores = torch.bmm(queries, key_blocks.transpose(1, 2))
+        del queries, key_blocks
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scale)
         _hide(work, scores, chosen, own)
         yield RowChunk(chosen, own, keys, scores)
 
