@@ -252,6 +252,17 @@ def test_meta_tensors_suffice_and_flops_count_kept_blocks():
     assert grid.count == 7  # four on the diagonal, three next to it
 
 
+def test_values_may_have_another_width_than_keys():
+    qkv, grid = [*inputs(1, 4, 2, 12, 4)[:2], inputs(1, 4, 2, 12, 6)[2]], window_grid(12, VisibilityRule(True), 4)
+    keep = pairs_of(grid, 12, 12)
+    assert_like_dense(block_attention(*qkv, grid), qkv, keep)
+    assert_like_dense(row_attention(*qkv, keys_of(keep)), qkv, keep)
+    fakes = [torch.empty_like(each, device="meta") for each in qkv]
+    on_meta = window_grid(12, VisibilityRule(True), 4, torch.device("meta"))
+    assert block_attention(*fakes, on_meta).shape == (1, 4, 12, 6)
+    assert row_attention(*fakes, keys_of(keep).to("meta")).shape == (1, 4, 12, 6)
+
+
 def test_products_beyond_the_range_of_float16_are_scaled_first():
     q, k = (torch.full((1, 1, 8, 64), 40.0, dtype=torch.float16, requires_grad=True) for _ in range(2))
     v = torch.randn(1, 1, 8, 64, generator=torch.Generator().manual_seed(0)).half().requires_grad_()

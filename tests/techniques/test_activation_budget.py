@@ -21,8 +21,9 @@ from tiny_runs import (
     technique,
     with_optimizer,
 )
-from torch import nn
+from torch import Tensor, nn
 
+import thrifty
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import InfeasibleError
@@ -238,6 +239,22 @@ def test_unfrozen_parameters_and_evaluation_have_own_plans() -> None:
             gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[2:], gradients[:2], rtol=0, atol=0)
     assert len(ACTIVATION_PLANNER.of(model).plans) == 3
+
+
+class ScaledModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = plain_run(style="gpt").build()
+
+    def forward(self, scale: Tensor, tokens: Tensor) -> Tensor:
+        return self.inner(tokens) * scale
+
+
+def test_a_scalar_may_be_the_first_argument() -> None:
+    model = thrifty.apply(ScaledModel(), "memory.activation_budget", cost_source="counted")
+    model(torch.tensor(2.0), torch.zeros(2, 16, dtype=torch.int64)).sum().backward()
+    assert len(ACTIVATION_PLANNER.of(model).plans) == 1
+    assert all(parameter.grad is not None for parameter in model.inner.blocks.parameters())
 
 
 @pytest.mark.slow

@@ -115,6 +115,14 @@ def test_float8_tensors_stay_exact() -> None:
     assert store.store(torch.randn(32, 64)) is not None
 
 
+def test_scalars_stay_exact() -> None:
+    x, scale = torch.randn(8, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    with use_activation_store(small_codes(0), smallest=1):
+        loss = (x * scale.exp()).sum()  # saves the exponential
+    loss.backward()
+    assert torch.equal(x.grad, scale.exp().expand(8))
+
+
 def test_two_forward_passes_do_not_mix() -> None:
     """Published code stores a reference to running ranges, and so decodes the first pass with ranges of the second."""
     net = nn.Linear(64, 16, bias=False)

@@ -66,8 +66,8 @@ def test_split_attention_equals_masked_attention(masks, limit, block, shared):
     generator = torch.Generator().manual_seed(0)
     groups = 1 if shared else heads
     q, k, v = (
-        torch.randn(2, n, tokens, 4, generator=generator, dtype=torch.float64).requires_grad_()
-        for n in (heads, groups, groups)
+        torch.randn(2, n, tokens, width, generator=generator, dtype=torch.float64).requires_grad_()
+        for n, width in ((heads, 4), (groups, 4), (groups, 6))
     )
     codes = torch.where(torch.tensor(kept), WHOLE, NONE).to(torch.int8)[None]
     actual = vitcod_filter.split_attention(

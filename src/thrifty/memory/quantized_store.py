@@ -50,7 +50,9 @@ class QuantizedStore:
     def compress(self, activation: Tensor) -> QuantizedTensor | PackedMask | None:
         if self.like is not None:
             return self.quantize(activation, few_values(activation)[0])
-        if activation.numel() < self.smallest or activation.untyped_storage()._cdata in self.alive:
+        if activation.ndim == 0 or activation.numel() < self.smallest:
+            return None
+        if activation.untyped_storage()._cdata in self.alive:
             return None
         if activation.dtype == torch.bool:
             return pack_mask(activation)

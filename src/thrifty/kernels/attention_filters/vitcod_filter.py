@@ -102,9 +102,9 @@ def split_attention(
 
     Tokens of each head are processed in `order` (h, t). Only nonempty blocks (1, h, T, T) of this order are computed.
     """
-    b, h, t, width = q.shape
-    along = order[None, :, :, None].expand(b, h, t, width)
-    q, k, v = (heads_of_keys(x, h).gather(2, along) for x in (q, k, v))
+    b, h = q.shape[:2]
+    along = order[None, :, :, None].expand(b, -1, -1, -1)
+    q, k, v = (heads_of_keys(x, h).gather(2, along.expand(-1, -1, -1, x.shape[-1])) for x in (q, k, v))
     keep = keep.gather(2, order[None, :, :, None].expand_as(keep)).gather(3, order[None, :, None].expand_as(keep))
     out = block_attention(q, k, v, kept, keep, dropout=dropout)
-    return out.gather(2, order.argsort(-1)[None, :, :, None].expand_as(along))
+    return out.gather(2, order.argsort(-1)[None, :, :, None].expand_as(out))

@@ -34,7 +34,8 @@ def block_attention(
     dropout: float = 0.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return attention (b, h, t, k) of q (b, h, t, k) over the visible keys and values (b, g, s, k) in kept blocks.
+    """Return attention (b, h, t, k) of q (b, h, t, k) over the visible keys and values (b, g, s, k) in kept blocks. The
+    output is as wide as the values.
 
     `mask`, boolean (b, 1 or h, 1 or t, s), and `segments` int64 (b, t) hide more pairs: with `segments`, tokens see
     only tokens with an equal segment id. `scale` multiplies the scores; the default is 1 / sqrt(k). Weights are dropped
@@ -75,7 +76,7 @@ def _attention(
     """Return the output (b, h, t, k), and the log-sum-exp of each query's scores (b, h, t, 1), 0 if no key is kept."""
     with torch.autocast(q.device.type, enabled=False):
         work = lay_out_blocks(q, k, v, codes, mask, segments, block, VisibilityRule(causal, window, first), scale)
-        output = torch.zeros_like(work.q)
+        output = work.q.new_zeros(*work.q.shape[:2], v.shape[-1])
         lse = work.q.new_zeros(work.q.shape[:2], dtype=_accurate(q))
         for chunk in chunks(work):
             scores = chunk.scores
@@ -93,9 +94,7 @@ def _attention(
 
 @_attention.register_fake
 def _(q, k, v, codes, mask, segments, block, count, causal, window, first, scale, dropout, seed):
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
-        (*q.shape[:3], 1), dtype=_accurate(q)
-    )
+    return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty((*q.shape[:3], 1), dtype=_accurate(q))
 
 
 @torch.library.custom_op("thrifty::block_attention_backward", mutates_args=())
@@ -182,16 +181,16 @@ def _backward(ctx, grad_output: Tensor, grad_lse: Tensor | None):
 _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
-def _flops(q: Tensor, block: int, count: int, products: int) -> int:
-    """Return the FLOPs of `products` matmuls over the kept blocks of all heads and examples."""
-    return 2 * products * q.shape[0] * q.shape[1] * count * block**2 * q.shape[-1]
+def _flops(q: Tensor, v: Tensor, block: int, count: int, of_keys: int, of_values: int) -> int:
+    """Return the FLOPs of matmuls of keys and of values over the kept blocks of all heads and examples."""
+    return 2 * q.shape[0] * q.shape[1] * count * block**2 * (of_keys * q.shape[-1] + of_values * v.shape[-1])
 
 
 FLOPS_OF[torch.ops.thrifty.block_attention] = lambda q, k, v, codes, mask, segments, block, count, *rest, **others: (
-    _flops(q, block, count, 2)
+    _flops(q, v, block, count, 1, 1)
 )
 FLOPS_OF[torch.ops.thrifty.block_attention_backward] = (
     lambda grad_output, q, k, v, codes, mask, segments, output, lse, block, count, *rest, **others: _flops(
-        q, block, count, 5
+        q, v, block, count, 3, 2
     )
 )

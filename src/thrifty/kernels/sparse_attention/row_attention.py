@@ -21,7 +21,8 @@ from thrifty.kernels.sparse.sparsity_pattern import rows_of
 def row_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Return attention of q (b, h, t, k) over the kept keys and values of k and v (b, g, s, k).
+    """Return attention of q (b, h, t, k) over the kept keys and values of k and v (b, g, s, k). The output is as wide
+    as the values.
 
     `keys` int64 (b or 1, h or 1, t, m) contains the indices of each query's kept keys, without duplicates; -1 means no
     key. Weights are dropped at the rate `dropout`. Raises UsageError if an index is out of range.
@@ -89,7 +90,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Return the output (b, h, t, k), and the log-sum-exp of each query's scores (b, h, t), 0 if no key is kept."""
     accurate = torch.promote_types(q.dtype, torch.float32)
-    output = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    output = q.new_zeros((*q.shape[:3], v.shape[-1]))
     lse = q.new_zeros(q.shape[:3], dtype=accurate)
     with torch.autocast(q.device.type, enabled=False):
         for at, key_head, pattern in _heads(q, k, keep):
@@ -109,7 +110,7 @@ def _attention(
 @_attention.register_fake
 def _(q, k, v, keep, scale, dropout, seed):
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+    return q.new_empty((*q.shape[:3], v.shape[-1])), lse
 
 
 @torch.library.custom_op("thrifty::row_attention_backward", mutates_args=())
@@ -161,11 +162,11 @@ def _backward(ctx, grad_output: Tensor, grad_lse: Tensor | None):
 _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
-def _flops(q: Tensor, keep: Tensor, products: int) -> int:
-    return 2 * products * q.numel() * keep.shape[-1]
+def _flops(q: Tensor, v: Tensor, keep: Tensor, of_keys: int, of_values: int) -> int:
+    return 2 * q.shape[:3].numel() * keep.shape[-1] * (of_keys * q.shape[-1] + of_values * v.shape[-1])
 
 
-FLOPS_OF[torch.ops.thrifty.row_attention] = lambda q, k, v, keep, *rest, **others: _flops(q, keep, 2)
+FLOPS_OF[torch.ops.thrifty.row_attention] = lambda q, k, v, keep, *rest, **others: _flops(q, v, keep, 1, 1)
 FLOPS_OF[torch.ops.thrifty.row_attention_backward] = lambda grad_output, q, k, v, keep, *rest, **others: _flops(
-    q, keep, 5
+    q, v, keep, 3, 2
 )

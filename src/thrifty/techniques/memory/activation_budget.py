@@ -208,7 +208,8 @@ def _planned_forward(model: nn.Module, inner: Callable[..., Any], *args: Any, **
     if planner is None or not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    batch = Batch({str(place): each for place, each in enumerate(inputs)}, inputs[0].new_ones(len(inputs[0])).float())
+    rows = next((each for each in inputs if each.ndim), torch.ones(1))
+    batch = Batch({str(place): each for place, each in enumerate(inputs)}, rows.new_ones(len(rows)).float())
     objective = ForwardPass(inner, args, kwargs)
     planner.predict(objective, model, batch)
     return objective.result
