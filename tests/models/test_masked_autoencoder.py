@@ -155,7 +155,7 @@ def test_an_exported_folder_loads_in_both_libraries(folder, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "id2label" not in config and "vocab_size" not in config and config["decoder_num_hidden_layers"] == 3
     processor = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
-    assert processor["size"] == {"height": 16, "width": 16}
+    assert processor["size"] == {"shortest_edge": 16} and processor["crop_size"] == {"height": 16, "width": 16}
     again, _ = import_folder(tmp_path / "out")
     assert again.state_dict().keys() == ours.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], value) for name, value in ours.state_dict().items())

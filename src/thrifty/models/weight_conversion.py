@@ -161,13 +161,17 @@ def label_names(images: ImageModelSpec) -> dict[str, Any]:
 
 
 def image_processor(images: ImageModelSpec) -> dict[str, Any]:
-    """Return preprocessor_config.json for the ViT image processor of transformers: sizes and normalization of pixels
-    0 … 255."""
+    """Return preprocessor_config.json: size, central crop and normalization of pixels 0 … 255, as in training.
+
+    The image processor of CLIP is written, because the image processor of ViT does not crop."""
     return {
-        "image_processor_type": "ViTImageProcessor",
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": images.channels == 3,
         "do_resize": True,
-        "size": {"height": images.side, "width": images.side},
+        "size": {"shortest_edge": images.side},
         "resample": 2,  # bilinear
+        "do_center_crop": True,
+        "crop_size": {"height": images.side, "width": images.side},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
