@@ -9,11 +9,13 @@ import pytest
 import torch
 import transformers
 from tiny_models import random_model
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.model_spec import ImageModelSpec, PairModelSpec, TextModelSpec
 from thrifty.core.recipe import ModelSettings
+from thrifty.data.pairs.caption_rows import caption_rows
+from thrifty.data.tokenizer import read_tokenizer
 from thrifty.kernels.contrastive_loss import contrastive_losses
 from thrifty.models import build_model_for, export_model, own_sizes, shape_for
 from thrifty.models.contrastive_model import INITIAL_SCALE, LARGEST_SCALE, ContrastiveModel
@@ -143,6 +145,23 @@ def test_an_exported_folder_round_trips_bit_for_bit(tmp_path):
     again, own_shape = import_folder(tmp_path / "out")
     assert own_shape == shape
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("start", [(), ("<|startoftext|>",)])
+def test_exported_tokenizers_mark_captions_like_training(tmp_path, start):
+    inner = Tokenizer(models.WordLevel({"a": 0, "red": 1, "spot": 2}, unk_token="a"))  # noqa: S106 (no password)
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<|endoftext|>", *start])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    model = build_model_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrastive")
+    shape = shape_for(ENDS, ModelSettings("clip-nano"))
+    export_model(model, shape, tmp_path / "out", tmp_path / "tokenizer.json", images=ENDS.images)
+    captions = ["a red spot", "spot"]
+    rows = caption_rows(captions, read_tokenizer(tmp_path / "tokenizer.json"), 8)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    encoded = tokenizer(captions, padding="max_length", max_length=8)
+    assert encoded["input_ids"] == rows["tokens"].tolist()
+    assert encoded["attention_mask"] == rows["keep"].long().tolist()
 
 
 def test_captions_without_an_end_token_are_not_exported(tmp_path, folder):

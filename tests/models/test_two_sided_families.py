@@ -114,6 +114,17 @@ def test_an_exported_tokenizer_has_its_special_tokens(save, tokenizer_json, tmp_
     assert not (tmp_path / "ours" / "generation_config.json").exists()
 
 
+def test_an_exported_tokenizer_ends_and_pads_texts(save, tokenizer_json, tmp_path):
+    ours, shape = import_folder(save(TWO_SIDED["t5-1.0"]())[0])
+    export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    words = Tokenizer.from_file(str(tokenizer_json)).encode("the word").ids
+    assert again("the word")["input_ids"] == [*words, 0]
+    assert again(["the word", "a"], padding=True)["input_ids"][1][-1] == again.pad_token_id == again.eos_token_id == 0
+    export_folder(ours, shape, tmp_path / "twice", tmp_path / "ours" / "tokenizer.json")  # ends are added once
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "twice")("the word")["input_ids"] == [*words, 0]
+
+
 def test_no_parameter_is_duplicated(family):
     ours, shape = import_folder(family[0])
     names = [name for name, _ in ours.named_parameters()]

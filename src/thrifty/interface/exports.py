@@ -133,7 +133,8 @@ def _write(
         save_adapter(trained, target, shape=shape, base=recipe.model.folder or None, dtype=number_format)
         if (tokenizer := run / TOKENIZER).is_file():
             base = folder_config(recipe.model) or (write_config(shape) if shape else {})
-            write_tokenizer(target, tokenizer, recipe.data.length, base.get("type_vocab_size", 0))
+            types = base.get("type_vocab_size", 0)
+            write_tokenizer(target, tokenizer, recipe.data.length, getattr(trained, "task", ""), types)
     elif isinstance(ends, ImageModelSpec):
         export_model(trained, shape, target, dtype=number_format, images=ends)
     else:

@@ -15,11 +15,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from thrifty.core.atomic_folders import write_aside
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
 
+START_OF_TEXT = "<|startoftext|>"
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = "chat_template.jinja"
 _SPELLED = {
@@ -32,6 +34,8 @@ _SPELLED = {
     "unk_token": ("<unk>", "[UNK]"),
 }
 """Roles of special tokens in transformers, with their usual texts in tokenizers. The most reliable text is first."""
+_ENDED = ("contrastive", "sequence_to_sequence")
+"""Tasks whose training ends each text with the end-of-text token, and pads with it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -196,19 +200,39 @@ def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]
     return ids
 
 
-def write_tokenizer(folder: Path, tokenizer_json: Path, length: int, token_types: int = 0) -> None:
+def write_tokenizer(folder: Path, tokenizer_json: Path, length: int, task: str, token_types: int = 0) -> None:
     """Write tokenizer.json, tokenizer_config.json for `AutoTokenizer`, and the tokenizer's chat template if there is
     one. `token_types` is the model's `type_vocab_size`: with several, `AutoTokenizer` marks the second text of a
-    pair."""
-    shutil.copyfile(tokenizer_json, folder / "tokenizer.json")
+    pair. `AutoTokenizer` adds the tokens that training for `task` adds to a text."""
+    special = {part: word for part, (word, _) in special_tokens(tokenizer_json).items()}
+    if task in _ENDED and (end := special.get("eos_token")):
+        special.setdefault("pad_token", end)
+        (folder / "tokenizer.json").write_text(_ended(tokenizer_json, task, end), encoding="utf-8")
+    else:
+        shutil.copyfile(tokenizer_json, folder / "tokenizer.json")
     template = tokenizer_json.with_name(CHAT_TEMPLATE)
     if template.is_file():
         shutil.copyfile(template, folder / CHAT_TEMPLATE)
-    special = {part: word for part, (word, _) in special_tokens(tokenizer_json).items()}
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
     if token_types > 1:
         settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     write_json(folder / "tokenizer_config.json", settings | special | {"clean_up_tokenization_spaces": False})
+
+
+def _ended(tokenizer_json: Path, task: str, end: str) -> str:
+    """Return a tokenizer.json that adds the token `end` after a text, and for captions the start of text before."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    numbers = {word: tokenizer.token_to_id(word) for word in (START_OF_TEXT, end)}
+    added = tokenizer.encode("").ids
+    first = [START_OF_TEXT] if task == "contrastive" and numbers[START_OF_TEXT] not in (None, *added) else []
+    last = [end] if numbers[end] not in added else []
+    if first or last:
+        special = [(word, numbers[word]) for word in (*first, *last)]
+        one, two = [*first, "$A", *last], [*first, "$A", *last, "$B", *last]
+        template = processors.TemplateProcessing(one, two, special)
+        own = tokenizer.post_processor
+        tokenizer.post_processor = template if own is None else processors.Sequence([own, template])
+    return tokenizer.to_str(pretty=True)
 
 
 @contextmanager

@@ -195,7 +195,7 @@ def export_wrapped(
                 setattr(config, name, number)
             _write_generation(aside / "generation_config.json", ids)
             length, types = (getattr(config, name, None) for name in ("max_position_embeddings", "type_vocab_size"))
-            write_tokenizer(aside, tokenizer_json, length or 1024, types or 0)
+            write_tokenizer(aside, tokenizer_json, length or 1024, model.task, types or 0)
         if processor is not None:
             write_json(aside / "preprocessor_config.json", processor)
         config.save_pretrained(aside)

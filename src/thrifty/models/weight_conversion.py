@@ -147,7 +147,7 @@ def export_folder(
         if task in ("next_token", "sequence_to_sequence") and config["eos_token_id"] is not None:
             write_json(aside / "generation_config.json", special_ids(tokenizer_json, task))
         if tokenizer_json is not None:
-            write_tokenizer(aside, tokenizer_json, shape.length, config.get("type_vocab_size", 0))
+            write_tokenizer(aside, tokenizer_json, shape.length, task, config.get("type_vocab_size", 0))
         if images is not None:
             write_json(aside / "preprocessor_config.json", image_processor(images))
 
