@@ -80,6 +80,35 @@ def test_sharegpt_calls_and_tools_as_list_or_text(tmp_path):
     assert written[0].messages[1:3] == [calling, {"role": "tool", "content": "3"}]
 
 
+def test_arguments_of_calls_are_objects_without_nulls(tmp_path):
+    question, reply = exchange("How?", "So.")["messages"]
+    text, plain = {"name": "add", "arguments": '{"a": 1, "b": null}'}, {"name": "put", "arguments": "not JSON"}
+    calls = [{"type": "function", "function": each} for each in (text, plain)]
+    arrow = {"function": {"name": "add", "arguments": {"a": 1, "query": None, "more": [{"b": None, "c": 2}]}}}
+    tools = [{"function": {"name": "add", "parameters": {"a": {"type": "int", "enum": None}}}, "extra": None}]
+    turns = [question, {"role": "assistant", "tool_calls": calls}, {"role": "assistant", "tool_calls": [arrow]}, reply]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": turns, "tools": tools}])
+    [each] = conversations(open_conversations(str(path)))
+    first, second = each.messages[1:3]
+    assert first["content"] == "" and first["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}
+    assert first["tool_calls"][1] == calls[1]
+    assert second["tool_calls"][0]["function"]["arguments"] == {"a": 1, "more": [{"c": 2}]}
+    assert each.tools == [{"function": {"name": "add", "parameters": {"a": {"type": "int"}}}}]
+    turns = [{"from": "human", "value": "How?"}, {"from": "function_call", "value": json.dumps(text)}]
+    [[_, shared]] = read(write_rows(tmp_path / "b.jsonl", [{"conversations": turns}]))
+    assert shared["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}
+
+
+def test_calls_of_a_table_are_written_like_those_of_json(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    question, reply = exchange("How?", "So.")["messages"]
+    first, second = ({"type": "function", "function": {"name": name, "arguments": {name: 1}}} for name in ("a", "b"))
+    rows = [{"messages": [question, {"role": "assistant", "content": "", "tool_calls": [call]}, reply]}
+            for call in (first, second)]  # fmt: skip
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [row["messages"] for row in rows]
+
+
 def test_alpaca_input_and_system_message(tmp_path):
     row = {"system": "Be brief.", "instruction": "Add.", "input": "1 2", "output": "3"}
     [[system, question, reply]] = read(write_rows(tmp_path / "a.jsonl", [row]))
@@ -107,6 +136,7 @@ def test_turns_after_the_last_answer_are_dropped(tmp_path):
         ('{"conversations": [{"from": "function_call", "value": "add"}]}', "line 2, turn 1: not valid JSON"),
         ('{"conversations": [{"from": "function_call", "value": "{}"}]}', "line 2, turn 1: not a call of a tool"),
         ('{"prompt": "a", "completion": "b", "tools": "3"}', "line 2: 'tools' holds int, not a list"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [3]}]}', "turn 1: 'tool_calls' holds .* list of calls"),
         ('{"instruction": 3, "output": "a"}', "line 2: 'instruction' holds int, not text"),
         ('{"prompt": "\\ud800", "completion": "a"}', "line 2: 'prompt' holds half of a surrogate pair"),
         ("{", "line 2: not valid JSON"),

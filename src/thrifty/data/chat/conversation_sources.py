@@ -14,6 +14,7 @@ Each row of a table is a conversation (`data/text/row_tables.py`). In a .csv or 
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -95,32 +96,60 @@ def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
 
 def _turn(turn: Any, where: str) -> Message:
     keys = ("role", "content") if isinstance(turn, Mapping) and "role" in turn else ("from", "value")
-    if not isinstance(turn, Mapping) or not all(key in turn for key in keys):
+    if not isinstance(turn, Mapping) or keys[0] not in turn or not (keys[1] in turn or turn.get("tool_calls")):
         raise UsageError(f"{where}: not a message", fix='write {"role": "user", "content": "..."}')
     speaker = turn[keys[0]]
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise UsageError(f"{where}: unknown role {speaker!r}", fix=did_you_mean(str(speaker), ROLES))
-    content = turn[keys[1]]
+    content = turn.get(keys[1])
     if speaker == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _named_calls(content, where)}
     message = {"role": ROLES[speaker], "content": _text({keys[1]: _joined(content)}, keys[1], where)}
-    calls = turn.get("tool_calls") if message["role"] == "assistant" else None
-    if calls:
-        check_characters(json.dumps(calls, ensure_ascii=False), f"{where}: 'tool_calls'")
+    calls = _read_calls(turn.get("tool_calls"), f"{where}: 'tool_calls'") if message["role"] == "assistant" else []
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _read_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return the calls of tools in a message. The value is a list, or its JSON."""
+    calls = _parsed(_without_nulls(value or []), where)
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        fix = 'write [{"type": "function", "function": {"name": "...", "arguments": {...}}}]'
+        raise UsageError(f"{where} holds {value!r:.60}, not a list of calls", fix=fix)
+    return [_decoded_call(call, where) for call in calls]
 
 
 def _named_calls(content: Any, where: str) -> list[dict[str, Any]]:
     """Return the tool calls of a ShareGPT turn. The JSON is {"name": "…", "arguments": {…}}, or a list."""
-    calls = _parsed(content, where)
+    calls = _parsed(_without_nulls(content), where)
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
         raise UsageError(f"{where}: not a call of a tool", fix='write the value {"name": "...", "arguments": {...}}')
-    return [{"type": "function", "function": call} for call in calls]
+    return [{"type": "function", "function": _decoded_call(call, where)} for call in calls]
+
+
+def _decoded_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Decode arguments that are the JSON of an object, because a template would quote the text again."""
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _decoded_call(function, where)}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments.strip() or "{}")
+    if not isinstance(arguments, dict):
+        return dict(call)
+    check_characters(json.dumps(arguments, ensure_ascii=False), where)
+    return {**call, "arguments": arguments}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out keys without a value. Arrow adds all keys of all rows to each row."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_tools(row: Mapping[str, Any], where: str) -> list[Any]:
-    tools = _parsed(row.get("tools") or [], f"{where}: 'tools'")
+    tools = _parsed(_without_nulls(row.get("tools") or []), f"{where}: 'tools'")
     if not isinstance(tools, list):
         raise UsageError(f"{where}: 'tools' holds {type(tools).__name__}, not a list", fix="write a list of tools")
     return tools
