@@ -108,6 +108,15 @@ def test_tokens_equal_transformers_without_special_spellings(name, messages):
     assert encoded(tokenizer, messages).tokens == expected
 
 
+def test_answers_of_weight_0_are_written_but_not_learned():
+    tokenizer = TOKENIZERS["chatml"]
+    contents = {"a": "user", "b": "assistant", "c": "user", "d": "assistant"}
+    turns = [{"role": role, "content": content} for content, role in contents.items()]
+    found = encoded(tokenizer, [turns[0], {**turns[1], "weight": 0}, *turns[2:]])
+    assert found.tokens == encoded(tokenizer, turns).tokens
+    assert [tokenizer.decode(run[:-1]) for run in learned_runs(found)] == ["d"]
+
+
 def test_tokenizer_files_are_those_of_transformers(tmp_path):
     TOKENIZERS["with system"].save(tmp_path)
     again = read_chat_tokenizer(tmp_path / "tokenizer.json")

@@ -117,6 +117,45 @@ def test_alpaca_input_and_system_message(tmp_path):
     assert reply == {"role": "assistant", "content": "3"}
 
 
+def test_a_system_prompt_of_a_row_opens_every_form(tmp_path):
+    opening, expected = {"role": "system", "content": "Be brief."}, exchange("How?", "So.")["messages"]
+    turns = [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}]
+    forms = [{"messages": expected}, {"conversations": turns}, {"prompt": "How?", "completion": "So."},
+             {"instruction": "How?", "output": "So."}, {"messages": [opening, *expected]}]  # fmt: skip
+    rows = [{**form, key: "Be brief."} for form in forms for key in ("system", "system_prompt")]
+    rows = [*rows, {"messages": expected, "system": None}]
+    read_back = read(write_rows(tmp_path / "a.jsonl", rows))
+    assert read_back == [[opening, *expected]] * 10 + [expected]
+
+
+def test_keys_that_templates_read_are_passed_on(tmp_path):
+    call = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [{"function": {"name": "f"}}]}
+    result = {"role": "tool", "content": "3", "name": "f", "tool_call_id": "c1"}
+    question, reply = exchange("How?", "So.")["messages"]
+    row = {"messages": [question, call, result, {**reply, "name": None, "other": 1}]}
+    assert read(write_rows(tmp_path / "a.jsonl", [row])) == [[question, call, result, reply]]
+
+
+def test_answers_of_weight_0_end_no_conversation(tmp_path):
+    question, reply = exchange("How?", "So.")["messages"]
+    unlearned, learned = {**reply, "weight": 0}, {**reply, "weight": 1}
+    rows = [
+        {"messages": turns} for turns in ([question, unlearned, question, learned, unlearned], [question, unlearned])
+    ]
+    assert read(write_rows(tmp_path / "a.jsonl", rows)) == [[question, unlearned, question, reply]]
+    turns = [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "No.", "weight": 0}]
+    row = {"conversations": [*turns, {"from": "gpt", "value": "So.", "weight": None}]}
+    assert read(write_rows(tmp_path / "b.jsonl", [row])) == [[question, {**unlearned, "content": "No."}, reply]]
+
+
+def test_history_of_alpaca_comes_before_the_question(tmp_path):
+    row = {"instruction": "And?", "output": "So.", "history": [["How?", "Thus."]], "system": "Be brief."}
+    expected = [*exchange("How?", "Thus.")["messages"], *exchange("And?", "So.")["messages"]]
+    rows = [row, {**row, "history": json.dumps(row["history"])}]
+    read_back = read(write_rows(tmp_path / "a.jsonl", rows))
+    assert read_back == [[{"role": "system", "content": "Be brief."}, *expected]] * 2
+
+
 def test_turns_after_the_last_answer_are_dropped(tmp_path):
     unanswered = {"messages": [*exchange("a", "b")["messages"], {"role": "user", "content": "and?"}]}
     blank = [exchange("a", " \n"), {"instruction": "a", "output": None}, {"messages": []}]
@@ -136,6 +175,10 @@ def test_turns_after_the_last_answer_are_dropped(tmp_path):
         ('{"conversations": [{"from": "function_call", "value": "add"}]}', "line 2, turn 1: not valid JSON"),
         ('{"conversations": [{"from": "function_call", "value": "{}"}]}', "line 2, turn 1: not a call of a tool"),
         ('{"prompt": "a", "completion": "b", "tools": "3"}', "line 2: 'tools' holds int, not a list"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "turn 1: 'weight' is 0.5, not 0 or 1"),
+        ('{"messages": [{"role": "tool", "content": "a", "tool_call_id": 3}]}', "turn 1: 'tool_call_id' holds int"),
+        ('{"instruction": "a", "output": "b", "history": [["c"]]}', "line 2: 'history' holds .* not pairs of texts"),
+        ('{"prompt": "a", "completion": "b", "system": 3}', "line 2: 'system' holds int, not text"),
         ('{"messages": [{"role": "assistant", "tool_calls": [3]}]}', "turn 1: 'tool_calls' holds .* list of calls"),
         ('{"instruction": 3, "output": "a"}', "line 2: 'instruction' holds int, not text"),
         ('{"prompt": "\\ud800", "completion": "a"}', "line 2: 'prompt' holds half of a surrogate pair"),

@@ -69,15 +69,18 @@ class ChatTokenizer(TextTokenizer):
         """Return the segments of a conversation, cut at special tokens and at the start and end of answers.
 
         With `prompt`, the segments end where the next answer starts. `tools` are the tools that the conversation can
-        call. Raises UsageError if the template rejects the messages or the tools.
+        call. An answer with the weight 0 is not marked. Raises UsageError if the template rejects the messages or
+        the tools.
         """
         mark = self._unused_mark([*messages, *tools])
         written = self.template.write(self._mark(messages, mark), prompt, self._mark(tools, mark))
+        answers = [message for message in messages if message["role"] == "assistant"]
         segments, done = [], 0
-        for begin, end in written.answers:
+        for message, (begin, end) in zip(answers, written.answers, strict=True):
             segments += self._cut(written.text[done:begin], mark, False)
-            answer = list(self._cut(written.text[begin:end], mark, True))
-            segments += _ended(answer)
+            learned = message.get("weight") != 0
+            answer = list(self._cut(written.text[begin:end], mark, learned))
+            segments += _ended(answer) if learned else answer
             done = end
         return [*segments, *self._cut(written.text[done:], mark, False)]
 

@@ -3,13 +3,15 @@
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}      any number of turns;
                         "content" may also be a list of texts, [{"type": "text", "text": "…"}]. An answer may have
                         "tool_calls"; messages of the role "tool" then contain the results. The optional key "tools"
-                        lists the tools that can be called
+                        lists the tools that can be called. An answer with "weight": 0 has no loss
     {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}          ShareGPT;
                         "function_call" is an answer that calls a tool; "observation" is the result
-    {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; input optional
+    {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; input optional;
+                        "history" lists earlier questions and answers: [["…", "…"]]
     {"prompt": "…", "completion": "…"}
 
-Each row of a table is a conversation (`data/text/row_tables.py`). In a .csv or .tsv file, "messages" is JSON.
+Each row of a table is a conversation (`data/text/row_tables.py`). The optional key "system" of a row is its first
+message. In a .csv or .tsv file, "messages" is JSON.
 """
 
 import json
@@ -36,6 +38,10 @@ ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
 }
 """Role of each speaker name."""
+SYSTEM = ("system", "system_prompt")
+"""Keys of a row whose text becomes the first message."""
+ALSO_PASSED = ("name", "tool_call_id", "reasoning_content")
+"""Other keys of a message that chat templates read."""
 FORMS = '"messages", "conversations", "instruction" and "output", or "prompt" and "completion"'
 
 
@@ -58,23 +64,30 @@ class ConversationSource(Protocol):
 
 
 def conversations(source: ConversationSource) -> Iterator[Conversation]:
-    """Yield the messages of each row up to the last answer. Skip rows without an answer.
+    """Yield the messages of each row up to the last answer with a loss. Skip rows without such an answer.
 
     Raises UsageError with the line number for a row in another format.
     """
     for where, row in source.rows():
         messages = read_messages(row, where)
-        answers = [index for index, each in enumerate(messages) if each["role"] == "assistant" and _has_content(each)]
+        answers = [index for index, each in enumerate(messages) if each["role"] == "assistant" and _is_learned(each)]
         if answers:
             yield Conversation(where, messages[: answers[-1] + 1], _read_tools(row, where))
 
 
-def _has_content(message: Message) -> bool:
-    return bool(message["content"].strip() or message.get("tool_calls"))
+def _is_learned(answer: Message) -> bool:
+    return answer.get("weight") != 0 and bool(answer["content"].strip() or answer.get("tool_calls"))
 
 
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
     """Convert a row in any format of the module docstring to messages."""
+    messages = _turns(row, where)
+    system = next(filter(None, (_text(row, key, where) for key in SYSTEM)), "")
+    opening = {"role": "system", "content": system}
+    return messages if not system or messages[:1] == [opening] else [opening, *messages]
+
+
+def _turns(row: Mapping[str, Any], where: str) -> list[Message]:
     if "messages" in row or "conversations" in row:
         form = "messages" if "messages" in row else "conversations"
         turns = _parsed(row[form], f"{where}: {form!r}") if str(row[form]).startswith("[") else row[form]
@@ -83,9 +96,8 @@ def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
         return [_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
     if "instruction" in row and "output" in row:
         question = _alpaca_question(_text(row, "instruction", where), _text(row, "input", where))
-        system = _text(row, "system", where)
-        opening = [{"role": "system", "content": system}] if system else []
-        return [*opening, question, {"role": "assistant", "content": _text(row, "output", where)}]
+        answer = {"role": "assistant", "content": _text(row, "output", where)}
+        return [*_alpaca_history(row, where), question, answer]
     if "prompt" in row and "completion" in row:
         sides = (("user", "prompt"), ("assistant", "completion"))
         return [{"role": role, "content": _text(row, key, where)} for role, key in sides]
@@ -101,12 +113,19 @@ def _turn(turn: Any, where: str) -> Message:
     speaker = turn[keys[0]]
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise UsageError(f"{where}: unknown role {speaker!r}", fix=did_you_mean(str(speaker), ROLES))
-    content = turn.get(keys[1])
+    message: dict[str, Any] = {"role": ROLES[speaker], "content": ""}
+    message |= {key: text for key in ALSO_PASSED if (text := _text(turn, key, where))}
     if speaker == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": _named_calls(content, where)}
-    message = {"role": ROLES[speaker], "content": _text({keys[1]: _joined(content)}, keys[1], where)}
-    calls = _read_calls(turn.get("tool_calls"), f"{where}: 'tool_calls'") if message["role"] == "assistant" else []
-    return {**message, "tool_calls": calls} if calls else message
+        message["tool_calls"] = _named_calls(turn.get(keys[1]), where)
+    else:
+        message["content"] = _text({keys[1]: _joined(turn.get(keys[1]))}, keys[1], where)
+    if message["role"] != "assistant":
+        return message
+    if turn.get("tool_calls"):
+        message["tool_calls"] = _read_calls(turn["tool_calls"], f"{where}: 'tool_calls'")
+    if (weight := turn.get("weight")) not in (None, 0, 1):
+        raise UsageError(f"{where}: 'weight' is {weight!r:.60}, not 0 or 1", fix="write 0 for an answer without a loss")
+    return message if weight in (None, 1) else {**message, "weight": 0}
 
 
 def _read_calls(value: Any, where: str) -> list[dict[str, Any]]:
@@ -178,6 +197,20 @@ def _alpaca_question(instruction: str, context: str) -> Message:
     if not context.strip():
         return {"role": "user", "content": instruction}
     return {"role": "user", "content": f"{instruction}\n\n{context}", "instruction": instruction, "input": context}
+
+
+def _alpaca_history(row: Mapping[str, Any], where: str) -> list[Message]:
+    """Return the turns before the question of an Alpaca row: [["question", "answer"], …]."""
+    pairs = _parsed(row.get("history") or [], f"{where}: 'history'")
+    is_valid = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+    if not is_valid or not all(isinstance(text, str) for pair in pairs for text in pair):
+        fix = 'write [["question", "answer"], ...]'
+        raise UsageError(f"{where}: 'history' holds {pairs!r:.60}, not pairs of texts", fix=fix)
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
