@@ -62,6 +62,24 @@ def test_parts_of_a_folder_are_used(tmp_path):
     assert opened[DataSplit.TRAIN].ends.labels == ("dark", "light")
 
 
+@pytest.mark.parametrize(("train", "held_out"), [("Train", "Test"), ("Training", "Testing"), ("train", "dev")])
+def test_other_spellings_of_parts_are_parts(tmp_path, train, held_out):
+    write_folder(tmp_path / "set" / train, 6)
+    write_folder(tmp_path / "set" / held_out, 3)
+    _, opened, _ = said_of(tmp_path / "set", held_out=0.9)
+    assert {part: len(arrays) for part, arrays in opened.items()} == {DataSplit.TRAIN: 12, DataSplit.HELD_OUT: 6}
+    assert opened[DataSplit.TRAIN].ends.labels == ("dark", "light")
+
+
+def test_a_part_next_to_an_unknown_folder_is_no_label(tmp_path):
+    write_folder(tmp_path / "set" / "Train", 2)
+    write_folder(tmp_path / "set" / "holdout", 2)
+    with pytest.raises(UsageError, match="Train would be among the labels, but these are names of parts"):
+        image_files(tmp_path / "set")
+    vehicles = write_folder(tmp_path / "vehicles", 2, labels=("car", "train"))  # a label of images may have the name
+    assert {file.label for file in image_files(vehicles)} == {"car", "train"}
+
+
 def test_damaged_files_are_left_out_counted_and_named(tmp_path):
     folder = write_folder(tmp_path / "set")
     (folder / "dark" / "empty.png").write_bytes(b"")
@@ -104,7 +122,7 @@ def test_unusable_folders_are_refused_with_a_fix(tmp_path):
     with pytest.raises(UsageError, match="all images have the label 'cat'"):
         image_files(one)
     write_folder(tmp_path / "half" / "train", 1)
-    with pytest.raises(UsageError, match="train would be the labels") as refused:
+    with pytest.raises(UsageError, match="train would be among the labels") as refused:
         image_files(tmp_path / "half")
     assert str(tmp_path / "half" / "train") in refused.value.fix
     write_image(tmp_path / "flat" / "a.png")

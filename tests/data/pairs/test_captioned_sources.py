@@ -193,7 +193,7 @@ def test_copies_among_bytes_are_one_image(tmp_path):
 
 def test_parts_of_a_captioned_source_are_used(tmp_path):
     images = write_images(tmp_path / "rows")
-    parts = ["train", "validation", None]
+    parts = ["train", "Validation", None]
     rows = [{"image": path.name, "caption": "x", "split": parts[n % 3]} for n, path in enumerate(images)]
     _, found, _ = prepared(write_rows(tmp_path / "rows" / "all.jsonl", rows), held_out=0.0001)
     assert [shade for shade, (_, part) in sorted(found.items()) if part is DataSplit.HELD_OUT] == [1, 4, 7, 10]

@@ -8,7 +8,7 @@ same arrays are used with and without labels.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +57,10 @@ def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
             f"{folder}: {what}, and none in a folder named after a label",
             fix=f"put images into folders such as {folder.name}/cat and {folder.name}/dog",
         )
-    if set(labels) <= image_listing.PART_FOLDERS.keys():
+    if misplaced := _part_names(files, labels):
         raise UsageError(
-            f"{folder}: {' and '.join(labels)} would be the labels, but they are names of parts",
-            fix=f"set data.source to {folder / labels[0]}; or add folders for both parts: train, and val or test",
+            f"{folder}: {' and '.join(misplaced)} would be among the labels, but these are names of parts",
+            fix=f"set data.source to {folder / misplaced[0]}; or add folders for both parts: train, and val or test",
         )
     if len(labels) == 1:
         raise UsageError(
@@ -68,6 +68,13 @@ def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
             fix="add a folder of images for a second label; or set objective.name = masked_reconstruction",
         )
     return files
+
+
+def _part_names(files: Sequence[ImageFile], labels: Sequence[str]) -> list[str]:
+    """Return the labels that name a part instead: if all labels do, or if their images are in folders of labels."""
+    names = [label for label in labels if image_listing.part_of(label)]
+    direct = {file.label for file in files if printable(file.path.parent.name) == file.label}
+    return names if len(names) == len(labels) else [name for name in names if name not in direct]
 
 
 def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str], None], labelled: bool = True) -> Path:

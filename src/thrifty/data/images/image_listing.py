@@ -10,12 +10,22 @@ from thrifty.data.train_split import DataSplit
 
 PART_FOLDERS = {
     "train": DataSplit.TRAIN,
+    "training": DataSplit.TRAIN,
     "val": DataSplit.HELD_OUT,
     "valid": DataSplit.HELD_OUT,
     "validation": DataSplit.HELD_OUT,
+    "dev": DataSplit.HELD_OUT,
+    "eval": DataSplit.HELD_OUT,
     "test": DataSplit.HELD_OUT,
+    "testing": DataSplit.HELD_OUT,
 }
-"""Part that each folder name means. If several held-out folders exist, the first in this order is used."""
+"""Part that each folder name means, without case. If several folders of a part exist, the first in this order is used.
+"""
+
+
+def part_of(name: str) -> DataSplit | None:
+    """Return the part that a folder name means, without case; None for another name."""
+    return PART_FOLDERS.get(name.casefold())
 
 
 def is_image_name(name: str) -> bool:
@@ -60,11 +70,12 @@ def folders_in(folder: Path) -> dict[str, Path]:
 
 def split_folders(folder: Path) -> list[tuple[DataSplit | None, Path]]:
     """Return (part, folder) pairs: the train and held-out folders, or (None, folder) if there is no split."""
-    inner = folders_in(folder)
-    tests = [name for name, part in PART_FOLDERS.items() if part is DataSplit.HELD_OUT and name in inner]
-    if "train" in inner and tests:
-        return [(DataSplit.TRAIN, inner["train"]), (DataSplit.HELD_OUT, inner[tests[0]])]
-    return [(None, folder)]
+    inner = {name.casefold(): path for name, path in folders_in(folder).items()}
+    parts: dict[DataSplit, Path] = {}
+    for name, part in PART_FOLDERS.items():
+        if name in inner:
+            parts.setdefault(part, inner[name])
+    return [(part, parts[part]) for part in DataSplit] if len(parts) == len(DataSplit) else [(None, folder)]
 
 
 def folder_state(paths: Iterable[Path]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.data.images.image_listing import PART_FOLDERS, is_image_name
+from thrifty.data.images.image_listing import PART_FOLDERS, is_image_name, part_of
 from thrifty.data.text.row_tables import arrow_for, open_arrow, open_table
 from thrifty.data.text.text_readers import check_characters, lines
 from thrifty.data.train_split import DataSplit
@@ -134,11 +134,12 @@ def _captions(value: Any, where: str) -> tuple[str, ...]:
 def _part(value: Any, where: str) -> DataSplit | None:
     if value is None or value == "":
         return None
-    if not isinstance(value, str) or value not in PART_FOLDERS:
+    part = part_of(value) if isinstance(value, str) else None
+    if part is None:
         raise UsageError(
             f"{where}: {SPLIT!r} is {value!r}, not a known part", fix=did_you_mean(str(value), PART_FOLDERS)
         )
-    return PART_FOLDERS[value]
+    return part
 
 
 def _decoded(text: str) -> bytes:
