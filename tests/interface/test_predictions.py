@@ -80,6 +80,16 @@ def test_numbers_and_several_labels_are_those_of_the_export(tmp_path: Path, obje
             assert label == [names[n] for n in logits[first].argmax(-1).tolist()]
 
 
+def test_each_word_has_a_label_or_none_without_tokens(tmp_path: Path) -> None:
+    run = trained(tmp_path, "token_classification")
+    blank, plain = thrifty.predict(run, [["great", " ", "awful"], ["great", "awful"]]).labels
+    assert blank == [plain[0], None, plain[1]] and None not in plain
+    found = thrifty.predict(run, [["film"] * 30, ["film"]])
+    assert [row.cut for row in found.rows] == [True, False]
+    assert None not in found.labels[0][:22] and found.labels[0][22:] == [None] * 8  # two of 24 tokens are special
+    assert "1 of 2 texts are longer than data.length and are cut" in str(found)
+
+
 def test_the_card_of_an_adapter_loads_it(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     run, texts = trained(tmp_path, "classification", adapter="lora:rank=2"), examples("classification", 5)

@@ -29,7 +29,7 @@ from thrifty.data.tokenizer import TOKENIZER, read_tokenizer
 from thrifty.interface.loaded_model import own_model
 from thrifty.objectives import chosen_objective
 from thrifty.reporting.number_format import significant
-from thrifty.reporting.printed_result import PrintedResult, open_table
+from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 from thrifty.reporting.run_record import run_folder
 from thrifty.training.checkpoint_index import CheckpointChoice
 from thrifty.training.rank_setup import choose_device
@@ -46,10 +46,12 @@ class PredictedLabel:
 
     example: Any
     label: Any
-    """Class name; for several labels per text, a list of names; for words, a list with a name per word; for regression,
-    a number."""
+    """Class name; for several labels per text, a list of names; for words, a list with a name per word, or None for a
+    word without a token; for regression, a number."""
     probabilities: dict[str, float]
     """Probability of each class. Empty for words and for regression."""
+    cut: bool = False
+    """True if the text is longer than data.length. The model does not read its end."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,12 +71,14 @@ class Predictions(PrintedResult):
         table = open_table("example", "label", "probability")
         for row in self.rows:
             text = " | ".join(map(str, row.example)) if isinstance(row.example, tuple) else str(row.example)
-            label = ", ".join(row.label) if isinstance(row.label, list) else row.label
+            label = ", ".join(each or "–" for each in row.label) if isinstance(row.label, list) else row.label
             label = significant(label, 4) if isinstance(label, float) else label
             chosen = row.label if isinstance(row.label, list) else [row.label]
             sure = ", ".join(f"{row.probabilities[name]:.3f}" for name in chosen if name in row.probabilities)
             table.add_row(escape(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"), escape(label), sure)
-        return table
+        cut = sum(row.cut for row in self.rows)
+        notice = f"{cut:,} of {len(self.rows):,} texts are longer than data.length and are cut"
+        return lines(table, *([notice] if cut else []))
 
 
 def predict(
@@ -124,19 +128,18 @@ def predict(
     if not examples:
         raise UsageError("there are no examples", fix="pass a list of texts, or a file")
     if isinstance(ends, TextModelSpec) and ends.labels and objective.needs_labels:
-        fields = _text_fields(path, recipe, objective, ends, examples)
+        fields, cut = _text_fields(path, recipe, objective, ends, examples)
     elif isinstance(ends, ImageModelSpec) and ends.labels and objective.needs_labels:
         fields = {"inputs": normalized(torch.stack([_pixels(each, ends) for each in examples]), ends)}
-        fields["labels"] = torch.zeros(len(examples), dtype=torch.int64)
+        fields["labels"], cut = torch.zeros(len(examples), dtype=torch.int64), [False] * len(examples)
     else:
         raise UsageError(
             f"'{path}' has the objective {recipe.objective.name!r}, which predicts no labels",
             fix=f"thrifty sample {path} for a language model; or train with --loss classification",
         )
     logits = _logits(trained.to(device).eval(), objective, fields, device)
-    form, first_pieces = objective.label_form, fields["labels"] != NO_LABEL
-    each = zip(examples, logits, first_pieces, strict=True)
-    return Predictions(tuple(_row(form, ends.labels, example, row, words) for example, row, words in each))
+    each = zip(examples, cut, logits, fields["labels"], strict=True)
+    return Predictions(tuple(_row(objective.label_form, ends.labels, *example) for example in each))
 
 
 def _read(source: Path, recipe: Recipe, objective: Objective, column: str, pair_column: str) -> list[Any]:
@@ -162,7 +165,7 @@ def _read(source: Path, recipe: Recipe, objective: Objective, column: str, pair_
 
 def _text_fields(
     path: Path, recipe: Recipe, objective: Objective, ends: TextModelSpec, examples: Sequence[Any]
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], list[bool]]:
     form = objective.label_form
     for number, example in enumerate(examples):
         parts = [example] if isinstance(example, str) else example
@@ -171,8 +174,8 @@ def _text_fields(
             wanted = "a list of words" if form == "tags" else "a text, or a tuple of two texts"
             raise UsageError(f"example {number} is {example!r:.60}, not {wanted}", fix=f"pass {wanted} per example")
     texts = [(example,) if isinstance(example, str | list) else example for example in examples]
-    rows = texts_without_labels(texts, ends, form, read_tokenizer(path / TOKENIZER), recipe.data.length)
-    return rows.fields(np.arange(len(examples)))
+    rows, cut = texts_without_labels(texts, ends, form, read_tokenizer(path / TOKENIZER), recipe.data.length)
+    return rows.fields(np.arange(len(examples))), cut
 
 
 def _pixels(example: Any, ends: ImageModelSpec) -> Tensor:
@@ -203,15 +206,22 @@ def _logits(model: nn.Module, objective: Objective, fields: dict[str, Tensor], d
     return found
 
 
-def _row(form: str, names: Sequence[str], example: Any, logits: Tensor, words: Tensor) -> PredictedLabel:
+def _row(form: str, names: Sequence[str], example: Any, cut: bool, logits: Tensor, labels: Tensor) -> PredictedLabel:
     if form == "number":
-        return PredictedLabel(example, logits.flatten()[0].item(), {})
+        return PredictedLabel(example, logits.flatten()[0].item(), {}, cut)
     if form == "tags":
-        return PredictedLabel(
-            example, [names[number] for number in logits[words[: len(logits)]].argmax(-1).tolist()], {}
-        )
+        return PredictedLabel(example, _word_labels(names, len(example), logits, labels), {}, cut)
     if form == "classes":
         shares = dict(zip(names, logits.sigmoid().tolist(), strict=True))
-        return PredictedLabel(example, [name for name, share in shares.items() if share > 0.5], shares)
+        return PredictedLabel(example, [name for name, share in shares.items() if share > 0.5], shares, cut)
     shares = dict(zip(names, logits.softmax(-1).tolist(), strict=True))
-    return PredictedLabel(example, max(shares, key=shares.__getitem__), shares)
+    return PredictedLabel(example, max(shares, key=shares.__getitem__), shares, cut)
+
+
+def _word_labels(names: Sequence[str], words: int, logits: Tensor, numbers: Tensor) -> list[str | None]:
+    """Return a label per word, from logits (t, c). `numbers` (n,) are the words' numbers at their first tokens."""
+    labels: list[str | None] = [None] * words
+    for number, label in zip(numbers[: len(logits)].tolist(), logits.argmax(-1).tolist(), strict=True):
+        if number != NO_LABEL:
+            labels[number] = names[label]
+    return labels

@@ -52,7 +52,7 @@ def tokenized_rows(
             cut, longest = 0, 1
             for part, each in rows.items():
                 arrays, cut_in_part = _encoded(each, names, form, encoder, settings.length)
-                cut, longest = cut + cut_in_part, max(longest, int(np.diff(arrays["ends"], prepend=0).max()))
+                cut, longest = cut + sum(cut_in_part), max(longest, int(np.diff(arrays["ends"], prepend=0).max()))
                 save_file(arrays, temporary / f"{part}.safetensors")
             write_manifest(temporary, {"format": FORMAT, "cut": cut, "longest": longest})
 
@@ -71,8 +71,8 @@ def _trained(rows: Sequence[LabelledRow], vocabulary: int) -> TextTokenizer:
 
 def _encoded(
     rows: Sequence[LabelledRow], names: tuple[str, ...], form: str, tokenizer: TextTokenizer, length: int
-) -> tuple[dict[str, np.ndarray], int]:
-    """Return the arrays of `PaddedTexts`, and the number of texts that are cut."""
+) -> tuple[dict[str, np.ndarray], list[bool]]:
+    """Return the arrays of `PaddedTexts`, and True for each text that is cut."""
     inner, number = Tokenizer.from_str(tokenizer.inner.to_str()), {name: n for n, name in enumerate(names)}
     inner.encode_special_tokens = True
     try:
@@ -80,7 +80,7 @@ def _encoded(
     except Exception as error:  # tokenizers raises Exception if the special tokens alone exceed the length
         raise UsageError(f"data.length is {length}, too short: {error}", fix="raise data.length") from None
     mark = " " if form == "tags" and '"ByteLevel"' in json.dumps(json.loads(inner.to_str())["pre_tokenizer"]) else ""
-    tokens, types, sizes, labels, cut = [], [], [], [], 0
+    tokens, types, sizes, labels, cut = [], [], [], [], []
     remaining: Iterator[LabelledRow] = iter(rows)
     while group := list(islice(remaining, AT_ONCE)):
         texts = [tuple(mark + word for word in row.texts[0]) if form == "tags" else _inputs(row) for row in group]
@@ -89,7 +89,7 @@ def _encoded(
             tokens += ids
             types += encoding.type_ids or [0]
             sizes.append(len(ids))
-            cut += bool(encoding.overflowing)
+            cut.append(bool(encoding.overflowing))
             if form == "tags":
                 labels += _first_pieces(encoding.word_ids, [number[tag] for tag in row.label]) or [NO_LABEL]  # type: ignore[union-attr]
             else:
@@ -106,18 +106,22 @@ def _encoded(
 
 def texts_without_labels(
     texts: Sequence[tuple[Any, ...]], ends: TextModelSpec, form: str, tokenizer: TextTokenizer, length: int
-) -> PaddedTexts:
-    """Return new texts, tokenized and padded as for training, for a model with the outputs `ends`. Their labels have no
-    meaning. A label of word labels differs from NO_LABEL at the first token of each word."""
-    anything: dict[str, Any] = {"number": 0.0, "classes": ()}
+) -> tuple[PaddedTexts, list[bool]]:
+    """Return new texts, tokenized and padded as for training, and True for each text that is cut.
 
-    def row(each: tuple[Any, ...]) -> LabelledRow:
-        first = ends.labels[0]
-        return LabelledRow(each, (first,) * len(each[0]) if form == "tags" else anything.get(form, first), "")
-
-    arrays, _ = _encoded([row(each) for each in texts], ends.labels, form, tokenizer, length)
+    `ends` are the outputs of the model. The labels have no meaning, except for word labels: the label of the first
+    token of a word is the number of the word in its text.
+    """
+    names: tuple[str, ...] = ends.labels
+    if form == "tags":
+        names = tuple(map(str, range(max(len(words) for (words,) in texts))))
+        rows = [LabelledRow(each, names[: len(each[0])], "") for each in texts]
+    else:
+        label: Any = {"number": 0.0, "classes": ()}.get(form, names[0])
+        rows = [LabelledRow(each, label, "") for each in texts]
+    arrays, cut = _encoded(rows, names, form, tokenizer, length)
     longest = int(np.diff(arrays["ends"], prepend=0).max())
-    return PaddedTexts(arrays, longest, ends.padding, ends.labels, form)
+    return PaddedTexts(arrays, longest, ends.padding, ends.labels, form), cut
 
 
 def _inputs(row: LabelledRow) -> Any:
