@@ -208,6 +208,8 @@ def write_tokenizer(folder: Path, tokenizer_json: Path, length: int, task: str, 
     if task in _ENDED and (end := special.get("eos_token")):
         special.setdefault("pad_token", end)
         (folder / "tokenizer.json").write_text(_ended(tokenizer_json, task, end), encoding="utf-8")
+    elif task == "token_classification":
+        (folder / "tokenizer.json").write_text(_spaced(tokenizer_json), encoding="utf-8")
     else:
         shutil.copyfile(tokenizer_json, folder / "tokenizer.json")
     template = tokenizer_json.with_name(CHAT_TEMPLATE)
@@ -233,6 +235,15 @@ def _ended(tokenizer_json: Path, task: str, end: str) -> str:
         own = tokenizer.post_processor
         tokenizer.post_processor = template if own is None else processors.Sequence([own, template])
     return tokenizer.to_str(pretty=True)
+
+
+def _spaced(tokenizer_json: Path) -> str:
+    """Return a tokenizer.json that adds the space before each word if it is byte-level, as training on words does."""
+    content, space = read_json(tokenizer_json), {"type": "Prepend", "prepend": " "}
+    own = content.get("normalizer")
+    if '"ByteLevel"' in json.dumps(content.get("pre_tokenizer")) and '"Prepend"' not in json.dumps(own):
+        content["normalizer"] = space if own is None else {"type": "Sequence", "normalizers": [own, space]}
+    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 @contextmanager

@@ -7,10 +7,15 @@ from typing import Any
 import labelled_texts
 import pytest
 from labelled_texts import write_csv, write_jsonl
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from thrifty.core.errors import TYPED, ThriftyError, UsageError
+from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.recipe import DataSettings, ObjectiveSettings, Recipe
 from thrifty.data.text.labelled_data import LabelledData
+from thrifty.data.text.labelled_tokens import texts_without_labels
+from thrifty.data.tokenizer import read_tokenizer, train_tokenizer
+from thrifty.models.hf_folder import write_tokenizer
 from thrifty.training.data_opening import open_examples
 
 REVIEWS = labelled_texts.reviews(40)
@@ -145,6 +150,33 @@ def test_longer_texts_are_cut_and_counted(tmp_path: Path) -> None:
     )
     short = opened(write_jsonl(tmp_path / "short.jsonl", REVIEWS), length=512).train.at(0)
     assert short["keep"].sum(1).max() <= short["inputs"].shape[1] < 64
+
+
+@pytest.mark.parametrize("kind", ["plain", "normalized", "split first", "with spaces"])
+def test_exported_tokenizers_of_words_have_training_tokens(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = train_tokenizer([row["text"] for row in REVIEWS] + ["don't (naïve) films"] * 9, 300)
+    if kind == "normalized":
+        tokenizer.inner.normalizer = normalizers.NFC()
+    if kind == "split first":  # as in the tokenizers of Llama 3 and Qwen
+        words = pre_tokenizers.Split(Regex(r"'\w| ?\w+| ?[^\s\w]+|\s+"), "isolated")
+        tokenizer.inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+    if kind == "with spaces":
+        tokenizer.inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    words = ["a", "great", "film", "don't", "(naïve)"]
+    spec = TextModelSpec(tokenizer.vocabulary, 64, ("O",))
+    trained, _ = texts_without_labels([(words,)], spec, "tags", tokenizer, 64)
+    tokenizer.save(tmp_path)
+    (tmp_path / "out").mkdir()
+    write_tokenizer(tmp_path / "out", tmp_path / "tokenizer.json", 64, "token_classification")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(words, is_split_into_words=True)["input_ids"] == trained.tokens.tolist()
+    assert theirs("a great film")["input_ids"] == theirs(words[:3], is_split_into_words=True)["input_ids"]
+    exported = read_tokenizer(tmp_path / "out" / "tokenizer.json")
+    again, _ = texts_without_labels([(words,)], spec, "tags", exported, 64)
+    assert again.tokens.tolist() == trained.tokens.tolist()
 
 
 def test_other_column_names_and_missing_columns(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def _encoded(
         inner.enable_truncation(length)
     except Exception as error:  # tokenizers raises Exception if the special tokens alone exceed the length
         raise UsageError(f"data.length is {length}, too short: {error}", fix="raise data.length") from None
-    mark = " " if form == "tags" and '"ByteLevel"' in json.dumps(json.loads(inner.to_str())["pre_tokenizer"]) else ""
+    mark = " " if form == "tags" and _joins_words(inner) else ""
     tokens, types, sizes, labels, cut = [], [], [], [], []
     remaining: Iterator[LabelledRow] = iter(rows)
     while group := list(islice(remaining, AT_ONCE)):
@@ -102,6 +102,12 @@ def _encoded(
         "labels": np.array(labels, kind),
     }
     return arrays, cut
+
+
+def _joins_words(inner: Tokenizer) -> bool:
+    """Return True for a byte-level tokenizer without a space before each word. Exported tokenizers add this space."""
+    stages = json.loads(inner.to_str())
+    return '"ByteLevel"' in json.dumps(stages["pre_tokenizer"]) and '"Prepend"' not in json.dumps(stages["normalizer"])
 
 
 def texts_without_labels(
