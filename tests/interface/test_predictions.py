@@ -1,5 +1,6 @@
 """`predict`: labels of new texts and images, compared with transformers on the export."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,28 @@ def test_tokenizers_of_exports_mark_second_texts(tmp_path: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / str(part))
         types.append(tokenizer(*pair)["token_type_ids"])
     assert types[0] == types[1] and set(types[0]) == {0, 1}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_exports_of_text_runs_keep_settings_of_their_base(tmp_path: Path, kind: str) -> None:
+    base = save_model(tmp_path / "base", kind, "AutoModelForCausalLM")
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}"
+    config |= {"bos_token": "[CLS]", "eos_token": {"content": "[SEP]"}, "chat_template": template}
+    (base / "tokenizer_config.json").write_text(json.dumps(config | {"padding_side": "left"}))
+    stops = {"do_sample": True, "temperature": 0.6, "bos_token_id": 1, "eos_token_id": [2, 3]}
+    (base / "generation_config.json").write_text(json.dumps(stops))
+    (tmp_path / "text.txt").write_text("a great film with actors and naïve fine film. " * 4000)
+    run = thrifty.train(
+        base, tmp_path / "text.txt", budget=1, batch=2, settings={"data.length": 16}, runs=tmp_path / "runs", quiet=True
+    )
+    thrifty.export(run, tmp_path / "out")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("[CLS]", "[SEP]", "[PAD]")
+    assert tokenizer.chat_template == template and tokenizer.padding_side == "left"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
+    assert model.generation_config.temperature == 0.6 and model.generation_config.eos_token_id == [2, 3]
 
 
 @pytest.mark.parametrize("objective", sorted(ROWS))

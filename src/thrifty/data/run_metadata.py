@@ -8,12 +8,19 @@ from typing import TypeVar
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec, UserModelSpec
 from thrifty.core.recipe import Recipe
+from thrifty.data.catalogue import use_model_tokenizer
 from thrifty.data.tokenizer import TOKENIZER, read_tokenizer
 
 Spec = TypeVar("Spec", ImageModelSpec, TextModelSpec)
 
 LABELS = "images.json"
 TEXT_LABELS = "labels.json"
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+KEPT_SETTINGS = (
+    "bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "cls_token", "sep_token", "chat_template",
+    "padding_side", "truncation_side", "clean_up_tokenization_spaces",
+)  # fmt: skip
+"""Settings of a pretrained tokenizer that do not depend on its class in transformers."""
 
 
 def image_metadata(ends: ImageModelSpec) -> dict[str, str]:
@@ -24,6 +31,34 @@ def image_metadata(ends: ImageModelSpec) -> dict[str, str]:
 def text_label_metadata(ends: TextModelSpec) -> dict[str, str]:
     """Return the file that describes the outputs of a model of labelled texts, as text by file name."""
     return {TEXT_LABELS: json.dumps(ends.as_data(), indent=2, ensure_ascii=False) + "\n"}
+
+
+def tokenizer_settings(recipe: Recipe, metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return settings and chat template of the pretrained tokenizer of a run, as text by file name.
+
+    `metadata` has the tokenizer of the run; the result is empty if this is no pretrained tokenizer. The end-of-text
+    token is the token that ends documents in training.
+    """
+    if (own := metadata.get(TOKENIZER)) is None:
+        return {}
+    path = Path(use_model_tokenizer(recipe.data, recipe.model).tokenizer).expanduser()
+    if not path.is_file():
+        return {}
+    tokenizer = read_tokenizer(path)
+    if tokenizer.files()[TOKENIZER] != own:
+        return {}
+    config, template = path.with_name(TOKENIZER_CONFIG), path.with_name(CHAT_TEMPLATE)
+    try:
+        files = {CHAT_TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {}
+        stated = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        kept = {name: stated[name] for name in KEPT_SETTINGS if stated.get(name) is not None}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UsageError(f"the settings of '{path}' cannot be read: {error}", fix="download its folder again") from None
+    if "eos_token" in kept:
+        kept["eos_token"] = tokenizer.inner.id_to_token(tokenizer.end_of_text)
+    if kept:
+        files[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **kept}, indent=2) + "\n"
+    return files
 
 
 def read_model_spec(folder: Path, recipe: Recipe) -> ModelSpec:

@@ -140,7 +140,8 @@ def _write(
     else:
         images = ends.images if isinstance(ends, PairModelSpec) else None
         tokenizer = None if isinstance(ends, UserModelSpec) else run / "tokenizer.json"
-        export_model(trained, shape, target, tokenizer, number_format, images)
+        base = Path(recipe.model.folder) if folder_config(recipe.model) else None
+        export_model(trained, shape, target, tokenizer, number_format, images, base)
 
 
 def _better_checkpoint(run: Path, checkpoint: CheckpointChoice) -> tuple[str, ...]:

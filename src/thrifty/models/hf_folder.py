@@ -34,6 +34,8 @@ _SPELLED = {
     "unk_token": ("<unk>", "[UNK]"),
 }
 """Roles of special tokens in transformers, with their usual texts in tokenizers. The most reliable text is first."""
+_KEPT = ("chat_template", "padding_side", "truncation_side", "clean_up_tokenization_spaces")
+"""Settings of a pretrained tokenizer that an exported tokenizer keeps, in addition to the special tokens."""
 _ENDED = ("contrastive", "sequence_to_sequence")
 """Tasks whose training ends each text with the end-of-text token, and pads with it."""
 
@@ -174,14 +176,17 @@ def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
     """Return text and id of a tokenizer's known special tokens, by role. tokenizer_config.json in the same folder has
     priority, because in a chat model the end-of-text token is the end of a turn."""
     added = {token["content"]: token["id"] for token in read_json(tokenizer_json).get("added_tokens", [])}
-    config_file = tokenizer_json.with_name("tokenizer_config.json")
-    stated = read_json(config_file) if config_file.is_file() else {}
-    tokens = {}
+    stated, tokens = _settings_of(tokenizer_json), {}
     for part, words in _SPELLED.items():
         own = stated.get(part)
         candidates = (own["content"] if isinstance(own, dict) else own, *words)
         tokens[part] = next((word for word in candidates if word in added), None)
     return {part: (word, added[word]) for part, word in tokens.items() if word is not None}
+
+
+def _settings_of(tokenizer_json: Path) -> dict[str, Any]:
+    config = tokenizer_json.with_name("tokenizer_config.json")
+    return read_json(config) if config.is_file() else {}
 
 
 def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]:
@@ -198,6 +203,17 @@ def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]
         if end is not None:
             ids["decoder_start_token_id"] = end
     return ids
+
+
+def generation_settings(base: Mapping[str, Any], ids: Mapping[str, int | None]) -> dict[str, Any]:
+    """Return generation_config.json: the settings of the base model with the special tokens `ids`. A list of stop
+    tokens that contains the end-of-text or end-of-turn token is kept."""
+    settings = dict(base)
+    for name, number in ids.items():
+        known = settings.get(name)
+        if number is not None and number != known and not (isinstance(known, list) and number in known):
+            settings[name] = number
+    return settings
 
 
 def write_tokenizer(folder: Path, tokenizer_json: Path, length: int, task: str, token_types: int = 0) -> None:
@@ -218,7 +234,10 @@ def write_tokenizer(folder: Path, tokenizer_json: Path, length: int, task: str, 
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
     if token_types > 1:
         settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-    write_json(folder / "tokenizer_config.json", settings | special | {"clean_up_tokenization_spaces": False})
+    settings |= {"clean_up_tokenization_spaces": False, **special}
+    stated = _settings_of(tokenizer_json)
+    kept = {name: stated[name] for name in _KEPT if name in stated}
+    write_json(folder / "tokenizer_config.json", settings | kept)
 
 
 def _ended(tokenizer_json: Path, task: str, end: str) -> str:

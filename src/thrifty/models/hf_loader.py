@@ -20,6 +20,7 @@ from thrifty.modeling.adapter_base import ALSO_TRAINED
 from thrifty.modeling.module_surgery import tied_names
 from thrifty.modeling.structured_pruning import is_pruned
 from thrifty.models.hf_folder import (
+    generation_settings,
     quiet_transformers,
     read_config,
     read_json,
@@ -193,25 +194,13 @@ def export_wrapped(
             ids.pop("pad_token_id", None)  # some architectures compute positions from it
             for name, number in ids.items():
                 setattr(config, name, number)
-            _write_generation(aside / "generation_config.json", ids)
+            if (generation := aside / "generation_config.json").is_file():
+                write_json(generation, generation_settings(read_json(generation), ids))
             length, types = (getattr(config, name, None) for name in ("max_position_embeddings", "type_vocab_size"))
             write_tokenizer(aside, tokenizer_json, length or 1024, model.task, types or 0)
         if processor is not None:
             write_json(aside / "preprocessor_config.json", processor)
         config.save_pretrained(aside)
-
-
-def _write_generation(path: Path, ids: Mapping[str, int | None]) -> None:
-    """Make `generate` stop at the tokenizer's end-of-text and end-of-turn tokens, in addition to the base model's stop
-    tokens."""
-    if not path.is_file():
-        return
-    settings = read_json(path)
-    for name, number in ids.items():
-        known = settings.get(name)
-        if number is not None and number != known and not (isinstance(known, list) and number in known):
-            settings[name] = number
-    write_json(path, settings)
 
 
 def _untied(lm: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from thrifty.core.user_sources import reference
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.modeling.structured_pruning import is_pruned
 from thrifty.models.contrastive_model import LARGEST_SCALE, ContrastiveModel
-from thrifty.models.hf_folder import quiet_transformers, write_json, written_aside
+from thrifty.models.hf_folder import quiet_transformers, read_json, write_json, written_aside
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.pad_pruned import pad_pruned_model, pad_pruned_transformers
@@ -32,9 +32,10 @@ def export_model(
     tokenizer_json: Path | None = None,
     dtype: torch.dtype = torch.float32,
     images: ImageModelSpec | None = None,
+    base: Path | None = None,
 ) -> None:
     """Write a model of `build_model_for` as a Hugging Face folder, see `export_folder`. Adapters must already be
-    merged."""
+    merged. The generation settings of the folder `base` are kept."""
     if isinstance(model, ContrastiveModel) and shape is not None:
         if is_pruned(model):
             raise RefusedError(
@@ -64,7 +65,9 @@ def export_model(
             model, shape = pad_pruned_model(model, shape)
         else:  # a growing model may be exported before it reaches the width of its recipe
             shape = replace(shape, hidden=_hidden_width(find_blocks(model)[1]))
-        export_folder(model, shape, folder, tokenizer_json, dtype, images)
+        generation = base and base / "generation_config.json"
+        kept = read_json(generation) if generation and generation.is_file() else None
+        export_folder(model, shape, folder, tokenizer_json, dtype, images, kept)
         return
     from thrifty.models.hf_loader import HuggingFaceModel, export_wrapped
 

@@ -21,6 +21,7 @@ from thrifty.models.families.model_family import Model, ParameterPacking
 from thrifty.models.hf_config import read_shape, write_config
 from thrifty.models.hf_folder import (
     StoredTensors,
+    generation_settings,
     read_config,
     special_ids,
     write_json,
@@ -129,10 +130,12 @@ def export_folder(
     tokenizer_json: Path | None = None,
     dtype: torch.dtype = torch.float32,
     images: ImageModelSpec | None = None,
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model in the format that the Auto classes of `transformers` load. After an error no folder remains. With
-    `images`, label names and settings of the image processor are included. Raise RefusedError for parameters that the
-    format cannot store. Raise UsageError if the folder exists."""
+    `images`, label names and settings of the image processor are included. `generation` has the generation settings of
+    the base model. Raise RefusedError for parameters that the format cannot store. Raise UsageError if the folder
+    exists."""
     table = packing_table(shape)
     tensors = _written_tensors(model, table, dtype)
     config = write_config(shape)
@@ -145,7 +148,8 @@ def export_folder(
         write_weights(aside, tensors)
         write_json(aside / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
         if task in ("next_token", "sequence_to_sequence") and config["eos_token_id"] is not None:
-            write_json(aside / "generation_config.json", special_ids(tokenizer_json, task))
+            ids = special_ids(tokenizer_json, task)
+            write_json(aside / "generation_config.json", generation_settings(ids | dict(generation or {}), ids))
         if tokenizer_json is not None:
             write_tokenizer(aside, tokenizer_json, shape.length, task, config.get("type_vocab_size", 0))
         if images is not None:

@@ -27,6 +27,7 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.state import StructureLogEntry, TrainState
 from thrifty.data.example_previews import selection
+from thrifty.data.run_metadata import tokenizer_settings
 from thrifty.machine.machine_info import peak_flops
 from thrifty.objectives.user_loss import UserLoss, explain_parts
 from thrifty.recipes.memory_savers import leaner_start
@@ -164,7 +165,8 @@ def run_session(
         folder.write_json("origins", {**before["origins"], **own})
         folder.write_json("environment", here | first)
         folder.write_json("explanation", explained)
-        for name, text in data.metadata().items():
+        metadata = data.metadata()
+        for name, text in (tokenizer_settings(recipe, metadata) | metadata).items():
             folder.write_text(name, text)
         if run.source.selected_subset is not None:
             folder.write_json("selection", selection(data, run.source.selected_subset))
