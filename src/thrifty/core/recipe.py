@@ -148,8 +148,9 @@ class DataSettings:
     """Fraction of documents or images held out for evaluation, chosen by a hash of the text or image file. Image
     sources with their own test set are not split."""
     near_duplicates: Annotated[float | None, SettingBound(above=0, most=1)] = None
-    """Maximum similarity of a text to an earlier document; more similar texts are left out. Similarity is the fraction
-    of shared 5-word sequences. 0.8 is common. None does not search for near duplicates."""
+    """Maximum similarity of a text to an earlier document; more similar texts are left out. Documents of a held-out
+    file and of earlier sources of a mixture are earlier documents too. Similarity is the fraction of shared 5-word
+    sequences. 0.8 is common. None does not search for near duplicates."""
     size: Annotated[int | None, SettingBound(least=1, most=8192)] = None
     """Height and width of images in pixels. Default: the size of the known data set, or for a folder the model's size.
     """

@@ -15,6 +15,7 @@ from thrifty.cli.data import command
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings, ObjectiveSettings
 from thrifty.data.text.near_duplicates import DeduplicatedSource, difference, find_alike, runs_of_words
+from thrifty.data.text.text_data import open_mixture
 from thrifty.data.text.token_cache import open_token_cache
 from thrifty.data.train_split import DataSplit
 from thrifty.recipes import RECIPES
@@ -184,6 +185,36 @@ def straddling(folder, prepared) -> int:
                 start = place + 1
     pairs = [[(folder / f"{letter}{seed:02}.txt").read_text() for letter in "ab"] for seed in range(20)]
     return sum(one in sides and other in sides and sides[one] != sides[other] for one, other in pairs)
+
+
+def test_a_held_out_file_is_not_repeated_in_training(copied, tmp_path) -> None:
+    held_out = tmp_path / "held_out"
+    held_out.mkdir()
+    for seed in range(5):  # two versions of each text
+        for changes in (2, 3):
+            (held_out / f"{seed}-{changes}.txt").write_text(with_words_changed(made_up(120, seed), changes, seed=9))
+    prepared = open_token_cache(chosen(copied, near_duplicates=0.5, held_out_source=str(held_out)), lambda text: None)
+    assert prepared.manifest["documents"] == {"train": 55, "held_out": 10}
+    report = prepared.manifest["near_duplicates"]
+    assert report["documents"] == 25 and len(report["least_alike"]) == 5
+    plain = open_token_cache(chosen(copied, held_out_source=str(held_out)), lambda text: None)
+    assert plain.manifest["documents"] == {"train": 80, "held_out": 10}
+
+
+def test_sources_of_a_mixture_do_not_repeat_one_another(copied, tmp_path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for seed in range(10, 30):  # the first ten are in the first source too
+        (other / f"{seed}.txt").write_text(
+            with_words_changed(made_up(120, seed if seed < 20 else seed + 500), 1, seed=3)
+        )
+    mixture = chosen(copied, source="", sources={str(copied): 1.0, str(other): 1.0}, length=8, batch=2)
+    printed: list[str] = []
+    plain, distinct = (
+        open_mixture(replace(mixture, near_duplicates=share), 0, printed.append) for share in (None, 0.8)
+    )
+    documents = [tokens.train_tokens + tokens.held_out_tokens for tokens in (plain, distinct)]
+    assert documents[1] == pytest.approx(documents[0] * 70 / 100, rel=0.1)  # 30 of 100 documents are left out
 
 
 def test_each_threshold_has_its_own_cache_entry(copied) -> None:

@@ -7,7 +7,8 @@ threshold, and one in forty at 0.05 above the threshold. Throughput on Python so
 kept document requires 6 kB of memory.
 
 A document is compared with kept documents only, so the first document of a group is kept. A pair that is found can
-therefore not have one document in training text and the other in held-out text.
+therefore not have one document in training text and the other in held-out text. A document is also compared with
+all documents of a held-out file, and of earlier sources of a mixture.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,7 +44,8 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class DuplicatePair:
-    """Numbers of a kept document and of a left-out document in the source, from 0."""
+    """Numbers of a kept document and of a left-out document in the source, from 0. Documents of other sources have the
+    numbers -1, -2, …"""
 
     kept: int
     left_out: int
@@ -75,11 +78,12 @@ def runs_of_words(text: str, numbers: dict[str, int] | None = None) -> np.ndarra
     return np.unique((mix_bits(runs) >> np.uint64(32)).astype(np.uint32))
 
 
-def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair]:
+def find_alike(texts: Iterable[str], threshold: float, known: Iterable[str] = ()) -> Iterator[DuplicatePair]:
     """Yield each document that is similar to a kept document by at least `threshold`, together with the most similar
     kept document.
 
-    Raises UsageError if datasketch is not installed.
+    The documents `known` are kept before all others, also if they are similar to each other. Raises UsageError if
+    datasketch is not installed.
     """
     try:
         from datasketch import MinHash, MinHashLSH
@@ -90,37 +94,43 @@ def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair
         ) from None
     blank = MinHash(HASHES, seed=1, scheme="affine32", hashfunc=int)
     index, signatures, numbers = MinHashLSH(threshold, HASHES, weights=LSH_WEIGHTS), {}, _WordHashes()
-    for number, text in enumerate(texts):
+    for number, text in chain(_numbered_below_0(known), enumerate(texts)):
         own = blank.copy()
         runs = runs_of_words(text, numbers)
         for start in range(0, len(runs), 4096):  # hashes of one chunk fit into the processor cache
             own.update_batch(runs[start : start + 4096].tolist())
         candidates = ((own.jaccard(signatures[key]), -key) for key in index.query(own))
         similarity, key = max(candidates, default=(-1.0, 0))
-        if similarity >= threshold:
+        if similarity >= threshold and number >= 0:
             yield DuplicatePair(-key, number, similarity)
         else:
             index.insert(number, own, check_duplication=False)
             signatures[number] = own
 
 
+def _numbered_below_0(texts: Iterable[str]) -> Iterator[tuple[int, str]]:
+    return ((-number, text) for number, text in enumerate(texts, start=1))
+
+
 @dataclass(frozen=True)
 class DeduplicatedSource(DocumentSource):
-    """The documents of a source without near-duplicates of earlier documents."""
+    """The documents of a source without near-duplicates of earlier documents and of the sources `known`."""
 
     source: DocumentSource
     threshold: float
+    known: tuple[DocumentSource, ...] = ()
 
     @cached_property
     def alike(self) -> tuple[DuplicatePair, ...]:
-        return tuple(find_alike(self.source.documents(), self.threshold))
+        return tuple(find_alike(self.source.documents(), self.threshold, self._known_documents()))
 
     def documents(self) -> Iterator[str]:
         left_out = {pair.left_out for pair in self.alike}
         return (text for number, text in enumerate(self.source.documents()) if number not in left_out)
 
     def identity(self) -> str:
-        return f"{self.source.identity()} without near-duplicates {METHOD} {self.threshold}"
+        known = "".join(f" of {source.identity()}" for source in self.known)
+        return f"{self.source.identity()} without near-duplicates {METHOD} {self.threshold}{known}"
 
     def size(self) -> int:
         return self.source.size()
@@ -133,7 +143,7 @@ class DeduplicatedSource(DocumentSource):
         left_out = {pair.left_out for pair in self.alike}
         shown = heapq.nsmallest(SHOWN, self.alike, key=lambda pair: (pair.similarity, pair.left_out))
         wanted, texts, size = {number for pair in shown for number in (pair.kept, pair.left_out)}, {}, 0
-        for number, text in enumerate(self.source.documents()):
+        for number, text in chain(_numbered_below_0(self._known_documents()), enumerate(self.source.documents())):
             size += len(text.encode()) if number in left_out else 0
             if number in wanted:
                 texts[number] = text
@@ -143,6 +153,9 @@ class DeduplicatedSource(DocumentSource):
             "bytes": size,
             "least_alike": [difference(texts[pair.kept], texts[pair.left_out], pair.similarity) for pair in shown],
         }
+
+    def _known_documents(self) -> Iterator[str]:
+        return chain.from_iterable(source.documents() for source in self.known)
 
 
 def difference(kept: str, left_out: str, similarity: float) -> dict[str, Any]:

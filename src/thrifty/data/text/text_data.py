@@ -111,15 +111,16 @@ def open_text(
     say: Callable[[str], None] = print_to_stderr,
     special: Sequence[str] = (),
     pairs: bool = False,
+    earlier: Sequence[str] = (),
 ) -> TextData:
     """Open the text of a recipe. The first time, tokenize the text into the cache.
 
     A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs, and only target
-    tokens are counted. `say` receives a message before long work, when a damaged cache is rebuilt, or when pairs are
-    cut. The network is used only when a hub: source is opened for the first time. Raises UsageError for an invalid
-    source or setting, and for text shorter than one batch.
+    tokens are counted. `earlier` are the sources of a mixture before this source. `say` receives a message before long
+    work, when a damaged cache is rebuilt, or when pairs are cut. The network is used only when a hub: source is opened
+    for the first time. Raises UsageError for an invalid source or setting, and for text shorter than one batch.
     """
-    prepared = open_token_cache(settings, say, special, pairs)
+    prepared = open_token_cache(settings, say, special, pairs, earlier)
     train, readable, held_out = (_pairs if pairs else _windows)(prepared, settings, seed, say)
     return text_data(prepared, train, held_out, prepared.tokenizer, readable)
 
@@ -138,11 +139,12 @@ def open_mixture(
         )
     counts = example_counts(settings.sources)
     parts: list[TextData] = []
-    for name in settings.sources:
+    names = list(settings.sources)
+    for number, name in enumerate(names):
         own = replace(settings, source=name, sources={})
         if parts and not settings.tokenizer:
             own = replace(own, tokenizer=str(parts[0].folder / "tokenizer.json"))
-        parts.append(open_text(own, seed_of(f"{seed}/{name}") % 2**31, say, special))
+        parts.append(open_text(own, seed_of(f"{seed}/{name}") % 2**31, say, special, earlier=names[:number]))
     train = MixedSource([part.train for part in parts], counts, settings.batch, seed)  # type: ignore[misc]
     shares = dict(zip(settings.sources, [count / sum(counts) for count in counts], strict=True))
     fractions = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
@@ -151,7 +153,6 @@ def open_mixture(
     def mean(name: str) -> float:
         return sum(share * getattr(part, name) for share, part in zip(shares.values(), parts, strict=True))
 
-    names = zip(shares, parts, strict=True)
     return replace(
         parts[0],
         train=train,
@@ -160,7 +161,11 @@ def open_mixture(
         bytes_per_token=mean("bytes_per_token"),
         train_tokens=sum(part.train_tokens for part in parts),
         held_out_tokens=sum(part.held_out_tokens for part in parts),
-        identity={f"{name}/{file}": sha256 for name, part in names for file, sha256 in part.identity.items()},
+        identity={
+            f"{name}/{file}": sha256
+            for name, part in zip(names, parts, strict=True)
+            for file, sha256 in part.identity.items()
+        },
         readable=None,
         shares=shares,
     )

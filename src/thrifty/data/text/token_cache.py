@@ -36,19 +36,25 @@ SCANT = 0.5
 
 
 def open_token_cache(
-    settings: DataSettings, say: Callable[[str], None], special: Sequence[str] = (), pairs: bool = False
+    settings: DataSettings,
+    say: Callable[[str], None],
+    special: Sequence[str] = (),
+    pairs: bool = False,
+    earlier: Sequence[str] = (),
 ) -> TokenCache:
     """Return the prepared tokens for `settings`. Build the tokens first if they are missing or damaged.
 
     A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs. The settings
-    `length` and `batch` have no effect. Raises UsageError for an invalid setting or input.
+    `length` and `batch` have no effect. With `near_duplicates`, documents of the held-out source and of the `earlier`
+    sources of a mixture are not repeated. Raises UsageError for an invalid setting or input.
     """
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary, special)
     source = _open(settings.source, settings, pairs)
     held_out = _open(settings.held_out_source, settings, pairs) if settings.held_out_source else None
     if settings.near_duplicates is not None:
-        source = DeduplicatedSource(source, settings.near_duplicates)
+        known = [*(_open(name, settings, pairs) for name in earlier), *([held_out] if held_out else [])]
+        source = DeduplicatedSource(source, settings.near_duplicates, tuple(known))
     key = _key(settings, source, held_out, special)
     size = source.size() + (held_out.size() if held_out else 0)
     prepared = open_or_build_tokens(
