@@ -1,6 +1,7 @@
 """`chat`: chat with a trained model."""
 
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,18 +35,22 @@ class ChatSession(PrintedResult):
     top_k: int | None
     seed: int
     messages: list[Message] = field(default_factory=list)
+    say: Callable[[str], None] = lambda text: None
+    """Function that receives a notice when older messages no longer fit into the context."""
+    dropped: int = 0
+    """Number of messages that the last prompt left out."""
 
     def ask(self, question: str, show: Callable[[str], None] = lambda text: None) -> str:
         """Return the model's answer. `show` is called with each piece of text as it is generated."""
         check_plain(question, "the question")
         self.messages.append({"role": "user", "content": question})
         typist = _Typist(self.tokenizer, show)
-        start = self._prompt()
+        start, count = self._prompt()
         device = next(self.model.parameters()).device
         ids = generate(
             self.model,
             torch.tensor([start], device=device),
-            self.tokens,
+            count,
             temperature=self.temperature or 1.0,
             top_k=self.top_k,
             seed=self.seed + len(self.messages),
@@ -65,15 +70,22 @@ class ChatSession(PrintedResult):
     def __rich__(self) -> RenderableType:
         return lines(*(f"{message['role']}: {message['content']}" for message in self.messages))
 
-    def _prompt(self) -> list[int]:
-        """Return the tokens of the conversation. Drop the oldest turns if they leave no room for an answer."""
+    def _prompt(self) -> tuple[list[int], int]:
+        """Return the tokens of the conversation, and the maximum number of tokens of the answer.
+
+        An answer is shortened to half of the context. If less is left, the oldest turns are dropped.
+        """
         opening = [message for message in self.messages[:1] if message["role"] == "system"]
         turns = self.messages[len(opening) :]
-        while True:
-            start = self.tokenizer.prompt([*opening, *turns])
-            if self.context is None or len(start) + self.tokens <= self.context or len(turns) == 1:
-                return start
+        context = self.context or sys.maxsize
+        least = max(1, min(self.tokens, context // 2))
+        while len(start := self.tokenizer.prompt([*opening, *turns])) + least > context and len(turns) > 1:
             del turns[:2]
+        dropped = len(self.messages) - len(opening) - len(turns)
+        if dropped > self.dropped:
+            self.say(f"the oldest {dropped} messages are left out, because the context has {context:,} tokens")
+        self.dropped = dropped
+        return start, max(least, min(self.tokens, context - len(start)))
 
 
 def chat(
@@ -93,13 +105,14 @@ def chat(
 
     Args:
         model: Run, run folder or its name under ./runs, or Hugging Face folder.
-        tokens: Maximum number of tokens per answer.
+        tokens: Maximum number of tokens per answer. An answer is at most half as long as the context, if earlier turns
+            need the other half.
         temperature: With 0, the most likely token is chosen. Above 0, tokens are sampled: from all tokens, or from the
             `top_k` most likely tokens if `top_k` is set.
         template: "chatml", "alpaca" or a Jinja file. By default the model's own template is used.
         checkpoint: "best" (best held-out value), "last" or the step of a checkpoint of the run.
         build: Your own model, if the run trained it.
-        quiet: True to print no notice if the model was not trained on conversations.
+        quiet: True to print no notice if the model was not trained on conversations, or if old turns are left out.
 
     Raises UsageError if the model is not a next-token model or has no chat template.
 
@@ -118,7 +131,7 @@ def chat(
             f"{path} has seen no conversation: it continues texts, and its answers may make no sense; to continue a "
             + spelled(f'text: thrifty sample {shlex.quote(path)} --prompt "…"', f'text: thrifty.sample("{path}", "…")')
         )
-    return ChatSession(path, network, tokenizer, context, tokens, temperature, top_k, seed, messages)
+    return ChatSession(path, network, tokenizer, context, tokens, temperature, top_k, seed, messages, progress(quiet))
 
 
 class _Typist:

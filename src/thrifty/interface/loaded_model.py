@@ -12,7 +12,7 @@ from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
 from thrifty.data.tokenizer import KNOWN_ENDS, read_tokenizer, read_tokenizer_file
 from thrifty.models import model_shape
 from thrifty.models.hf_loader import load_causal_lm
-from thrifty.models.text_generation import check_task
+from thrifty.models.text_generation import check_task, context_limit
 from thrifty.models.weight_conversion import import_folder
 from thrifty.reporting.run_record import run_folder
 from thrifty.training.checkpoint_index import CheckpointChoice
@@ -42,7 +42,8 @@ def load_for_sampling(
         check_task(model)
         return model, path / "tokenizer.json", shape.length
     except RefusedError:  # not an architecture that Thrifty implements
-        return load_causal_lm(path), path / "tokenizer.json", None
+        wrapped = load_causal_lm(path)
+        return wrapped, path / "tokenizer.json", context_limit(wrapped)
 
 
 def _load_run(run: Path, objects: UserObjects, checkpoint: CheckpointChoice) -> tuple[nn.Module, Path, int | None]:
@@ -52,7 +53,7 @@ def _load_run(run: Path, objects: UserObjects, checkpoint: CheckpointChoice) -> 
     if recipe.objects.model is not None:
         return model, tokenizer_json, length
     shape = model_shape(recipe.model, read_tokenizer(tokenizer_json).vocabulary, length)
-    return model, tokenizer_json, length if shape is None else shape.length
+    return model, tokenizer_json, shape.length if shape is not None else context_limit(model) or length
 
 
 def read_prompt(tokenizer_json: Path, prompt: str) -> tuple[Tokenizer, list[int], int | None]:
