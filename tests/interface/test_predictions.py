@@ -152,6 +152,21 @@ def test_files_are_read_like_the_training_data(tmp_path: Path, objective: str) -
             thrifty.predict(run, file)
 
 
+def test_a_text_file_has_one_prediction_per_line(tmp_path: Path) -> None:
+    run, texts = trained(tmp_path, "classification"), ["a great film\u2028and actors", "awful\x0bdull", "fine"]
+    file = tmp_path / "new.txt"
+    file.write_text("\r\n".join(texts), encoding="utf-8-sig")
+    found = thrifty.predict(run, file)
+    assert [row.example for row in found.rows] == texts and found.labels == thrifty.predict(run, texts).labels
+    file.write_text("great\n \nawful\n")
+    with pytest.raises(UsageError, match="line 2 is blank") as refused:
+        thrifty.predict(run, file)
+    assert "grep -v" in refused.value.fix
+    file.write_text("great\n", encoding="utf-16")
+    with pytest.raises(UsageError, match="line 1: UTF-16 text, not UTF-8 text"):
+        thrifty.predict(run, file)
+
+
 def test_images_of_a_folder_are_classified(tmp_path: Path) -> None:
     from PIL import Image
 
@@ -174,6 +189,8 @@ def test_images_of_a_folder_are_classified(tmp_path: Path) -> None:
     )
     found = thrifty.predict(run, tmp_path / "images")
     assert [row.label for row in found.rows] == [row.example.parent.name for row in found.rows]
+    (tmp_path / "images" / "red" / "._1.png").write_bytes(b"hidden file of another system")
+    assert thrifty.predict(run, tmp_path / "images").labels == found.labels
     assert thrifty.predict(run, [str(found.rows[0].example)]).labels == found.labels[:1]
     with pytest.raises(UsageError, match="not a file"):
         thrifty.predict(run, ["nowhere.png"])

@@ -1,5 +1,6 @@
 """`predict`: labels of new texts or images, by the trained model of a run."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.user_objects import BuildModel
 from thrifty.data.images.image_arrays import normalized
 from thrifty.data.images.image_decoding import SUFFIXES, ImageDecodeError, decode
+from thrifty.data.images.image_listing import images_below
 from thrifty.data.run_metadata import read_model_spec
 from thrifty.data.text.labelled_rows import read_texts
 from thrifty.data.text.labelled_tokens import texts_without_labels
 from thrifty.data.text.padded_texts import NO_LABEL
 from thrifty.data.text.row_tables import is_table
 from thrifty.data.text.row_tables import open_table as read_table
+from thrifty.data.text.text_readers import lines as text_lines
 from thrifty.data.tokenizer import TOKENIZER, read_tokenizer
 from thrifty.interface.loaded_model import own_model
 from thrifty.objectives import chosen_objective
@@ -143,17 +146,16 @@ def predict(
 
 
 def _read(source: Path, recipe: Recipe, objective: Objective, column: str, pair_column: str) -> list[Any]:
-    """Return the examples of a file, or the paths of the images in a folder."""
+    """Return the examples of a file, or the paths of the visible images in a folder."""
     path = source.expanduser()
     if path.is_dir():
-        return [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES]
+        return list(images_below(path))
     if path.suffix.lower() in SUFFIXES:
         return [path]
     if not path.is_file():
         raise UsageError(f"'{source}' does not exist", fix="pass a table, a text file or a folder of images")
     if not is_table(path):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [line for line in lines if line.strip()]
+        return [_line(text, f"{path}, line {number}", path) for number, text in text_lines(path)]
     own = {"column": column, "pair_column": pair_column}
     settings = replace(recipe.data, **{name: value for name, value in own.items() if value})  # type: ignore[arg-type]
     fix = spelled("--column TEXT_COLUMN", "column='TEXT_COLUMN'")
@@ -161,6 +163,14 @@ def _read(source: Path, recipe: Recipe, objective: Objective, column: str, pair_
     if objective.label_form == "tags":
         return [list(words) for (words,) in rows]
     return [row if len(row) > 1 else row[0] for row in rows]
+
+
+def _line(text: str, where: str, path: Path) -> str:
+    if not text.strip():
+        name = shlex.quote(str(path))
+        fix = f"grep -v '^[[:space:]]*$' {name} > texts.txt; then pass texts.txt"
+        raise UsageError(f"{where} is blank, so it has no label", fix=fix)
+    return text
 
 
 def _text_fields(
