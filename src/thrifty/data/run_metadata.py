@@ -1,6 +1,7 @@
 """Metadata files of a run folder for inference: a tokenizer, labels and image sizes."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -84,6 +85,22 @@ def refuse_other_tokenizer(before: Mapping[str, str], now: Mapping[str, str], ol
         raise UsageError(
             "the fork has another tokenizer than the old run, so token ids would change their meaning",
             fix=f"--set data.tokenizer={(old / TOKENIZER).resolve()}",
+        )
+
+
+def refuse_other_normalization(run: Path, recipe: Recipe, ends: ModelSpec) -> None:
+    """Raise IntegrityError if images with the outputs `ends` are normalized in another way than in the run folder."""
+    images, path = ends.images if isinstance(ends, PairModelSpec) else ends, run / LABELS
+    if not isinstance(images, ImageModelSpec) or not path.is_file():
+        return
+    before = _read(path, ImageModelSpec)
+    if (before.mean, before.std) != (images.mean, images.std):
+        settings = shlex.quote(str(Path(recipe.model.folder) / "preprocessor_config.json"))
+        keep = f"; or keep the old values with: mv {settings} {settings}.unused" if recipe.model.folder else ""
+        raise IntegrityError(
+            f"'{run}' normalizes images by the mean {before.mean} and the deviation {before.std}, but would continue "
+            f"with {images.mean} and {images.std}",
+            fix=f"start a new run{keep}",
         )
 
 

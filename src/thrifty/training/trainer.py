@@ -19,6 +19,7 @@ from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.user_sources import reference
+from thrifty.data.run_metadata import refuse_other_normalization
 from thrifty.recipes.data_parallelism import with_data_parallelism
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data
 from thrifty.recipes.short_budgets import without_slow_start
@@ -230,6 +231,7 @@ def _resume(
             f"{source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
             fix="restore the old data; or start a new run on the new data",
         )
+    refuse_other_normalization(folder.path, recipe, prepared.data.ends)
     if extension:
         amount, before = read_extension(extension), prepared.run.steps
         counters = saved.scalars["counters"]

@@ -1,5 +1,8 @@
 """Image data of a run: batches as a function of (seed, number), held-out images, and statistics."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,12 +11,12 @@ from hypothesis import strategies as st
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.model_spec import ImageModelSpec
-from thrifty.core.recipe import AugmentationSettings, DataSettings, Recipe
+from thrifty.core.recipe import AugmentationSettings, DataSettings, ModelSettings, Recipe
 from thrifty.data.images.augmentation import augment
 from thrifty.data.images.digits import DigitImages
 from thrifty.data.images.image_arrays import normalized
 from thrifty.data.images.image_data import open_images
-from thrifty.data.run_metadata import read_model_spec
+from thrifty.data.run_metadata import read_model_spec, refuse_other_normalization
 from thrifty.data.train_split import DataSplit
 from thrifty.kernels.example_rng import example_keys
 from thrifty.kernels.image_resizing import resize
@@ -141,3 +144,55 @@ def test_unsupported_settings_of_images_are_refused():
             opened(size=size)
     with pytest.raises(UsageError, match="1300 images to train on, fewer than one batch of 2000"):
         opened(batch=2000)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """Folder of a pretrained model, and a function that writes the settings of its image processor."""
+
+    def write(**stated):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(stated))
+        return ModelSettings(folder=str(tmp_path))
+
+    return write
+
+
+def normalized_by(model):
+    data = open_images(DataSettings(source="digits", batch=16), 0, None, print, model=model)
+    return data.ends.mean[0], data.ends.std[0], data
+
+
+def test_images_are_normalized_as_for_pretrained_weights(base):
+    stated = {"image_mean": [0.5], "image_std": [0.25]}
+    mean, std, data = normalized_by(base(**stated))
+    assert (mean, std) == (0.5, 0.25)
+    part = data.parts[DataSplit.HELD_OUT]
+    inputs = part.fields(np.arange(9))["inputs"]
+    torch.testing.assert_close(inputs, (part.shown(np.arange(9)) - 0.5) / 0.25)
+    # a processor that divides by 127.5, or not at all, and one that only divides
+    assert normalized_by(base(**stated, rescale_factor=1 / 127.5))[:2] == (0.25, 0.125)
+    assert normalized_by(base(image_mean=[127.5], image_std=[255.0], do_rescale=False))[:2] == (0.5, 1.0)
+    assert normalized_by(base(do_normalize=False))[:2] == (0.0, 1.0)
+
+
+def test_images_keep_their_own_statistics_otherwise(base):
+    own = normalized_by(None)[:2]
+    stated = {"image_mean": [0.5], "image_std": [0.25]}
+    assert normalized_by(replace(base(**stated), reinitialize=True))[:2] == own
+    assert normalized_by(base(image_mean=[0.5] * 3, image_std=[0.5] * 3))[:2] == own  # of other channels
+    assert normalized_by(base(size=8))[:2] == own
+    assert normalized_by(ModelSettings())[:2] == own
+    for wrong in ({"image_mean": ["a"], "image_std": [1.0]}, {"image_mean": [0.5], "image_std": [0.0]}):
+        with pytest.raises(IntegrityError, match=r"preprocessor_config\.json' has no usable normalization"):
+            normalized_by(base(**wrong))
+
+
+def test_a_run_does_not_continue_with_another_normalization(base, tmp_path):
+    data = opened()
+    for name, written in data.metadata().items():
+        (tmp_path / name).write_text(written)
+    recipe = Recipe(model=base(image_mean=[0.5], image_std=[0.25]))
+    refuse_other_normalization(tmp_path, recipe, data.ends)
+    with pytest.raises(IntegrityError, match="would continue with") as refused:
+        refuse_other_normalization(tmp_path, recipe, normalized_by(recipe.model)[2].ends)
+    assert "mv " in refused.value.fix

@@ -16,7 +16,7 @@ from thrifty.core.batches import BatchSource, ExampleIndex
 from thrifty.core.errors import RefusedError, UsageError, did_you_mean
 from thrifty.core.model_spec import PairModelSpec, TextModelSpec
 from thrifty.core.objective import Objective
-from thrifty.core.recipe import AugmentationSettings, DataSettings
+from thrifty.core.recipe import AugmentationSettings, DataSettings, ModelSettings
 from thrifty.data.catalogue import entries
 from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochsByKey, HeldOutByKey, fingerprint
@@ -24,6 +24,7 @@ from thrifty.data.fetched_sets import read_origin
 from thrifty.data.images.image_arrays import ImageArrays, normalized, open_arrays
 from thrifty.data.images.image_data import known_side
 from thrifty.data.images.image_previews import input_pictures
+from thrifty.data.images.pretrained_normalization import normalized_for
 from thrifty.data.pairs.caption_rows import CaptionRows, open_captions, prepare_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
 from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
@@ -135,11 +136,18 @@ class PairData:
         refuse_other_tokenizer(before, self.identity, old)
 
 
-def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None]) -> PairData:
+def open_image_pairs(
+    settings: DataSettings,
+    seed: int,
+    side: int | None,
+    say: Callable[[str], None],
+    model: ModelSettings | None = None,
+) -> PairData:
     """Open the images with captions of a recipe. The first time, images are decoded and captions tokenized.
 
-    `side` is the image size in pixels, unless the settings or a known data set determine the size. Raises UsageError
-    for an invalid source or setting, and for fewer pairs than one batch.
+    `side` is the image size in pixels, unless the settings or a known data set determine the size. Images are
+    normalized for the pretrained weights of `model`, if it has any. Raises UsageError for an invalid source or setting,
+    and for fewer pairs than one batch.
     """
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary)
@@ -147,6 +155,8 @@ def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: C
     folder, identity, facts = _open(settings, settings.size or side, say)
     prepared = prepare_captions(folder, settings, settings.source, say)
     images = open_arrays(folder, settings.size)
+    if model is not None:
+        images = {part: replace(arrays, ends=normalized_for(model, arrays.ends)) for part, arrays in images.items()}
     parts = {
         part: CaptionedImages(arrays, open_captions(prepared, part, settings.length)) for part, arrays in images.items()
     }
@@ -205,5 +215,5 @@ class ImagesWithCaptions(DataKind):
 
     def open(self, request: DataRequest) -> tuple[Objective, PairData]:
         objective, recipe = request.objective, request.recipe
-        data = open_image_pairs(recipe.data, recipe.seed, request.image_side, request.say)
+        data = open_image_pairs(recipe.data, recipe.seed, request.image_side, request.say, recipe.model)
         return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
