@@ -138,6 +138,12 @@ def test_gain_of_the_similar_model_is_taken() -> None:
     assert chosen.relative_steps == pytest.approx(0.6)
 
 
+def test_shorter_steps_may_outweigh_a_larger_number_of_steps() -> None:
+    some = gains(steps_to_quality=1.25, step_time=0.5)
+    assert "optimizers.muon" in names(planned(0.5, some)) and "optimizers.muon" in names(planned(1.0, some, time=None))
+    assert "optimizers.muon" not in names(planned(0.9, some))
+
+
 def test_gains_are_taken_without_probes() -> None:
     assert "optimizers.muon" in names(planned(1.0, gains(), time=None))
 

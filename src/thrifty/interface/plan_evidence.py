@@ -31,8 +31,8 @@ def proven_gains(comparisons: Iterable[PastComparison], recipe: Recipe, catalogu
     """Return the gains that comparisons proved for the objective of a recipe.
 
     A gain is proven if the technique, alone or in place of another technique of the recipe, is better than the baseline
-    and reached the baseline's loss in fewer steps, and no comparison of a similar model found it worse. Techniques
-    whose steps change during a run are left out, because a plan measures only a few steps.
+    and reached the baseline's loss in less time, and no comparison of a similar model found it worse. Techniques whose
+    steps change during a run are left out, because a plan measures only a few steps.
     """
     gains, worse = [], []
     for one in comparisons:
@@ -40,12 +40,12 @@ def proven_gains(comparisons: Iterable[PastComparison], recipe: Recipe, catalogu
             continue
         if one.verdict == "worse":
             worse.append(one)
-        steps = one.steps_to_quality
-        if one.verdict != "better" or steps is None or steps >= 1 or one.technique not in catalogue:
+        steps, step_time = one.steps_to_quality, one.step_time or 1.0
+        if one.verdict != "better" or steps is None or steps * step_time >= 1 or one.technique not in catalogue:
             continue
         option = _option(catalogue[one.technique], one, recipe, steps)
         if option is not None and not option.techniques[0].overrides("batches", "changes"):
-            gains.append((one.technique, ProvenGain(option, one.parameters, one.pairs, one.step_time or 1.0)))
+            gains.append((one.technique, ProvenGain(option, one.parameters, one.pairs, step_time)))
     return [
         gain for name, gain in gains if not any(o.technique == name and gain.is_similar(o.parameters) for o in worse)
     ]

@@ -74,7 +74,10 @@ class ChoiceExplainer:
         proven = next((gain for gain in self.gains if gain.option == option), None)
         if proven is None:
             return ChoiceReason(name, verdict, self._effect(option))
-        gain = f"equal loss after {option.relative_steps:.0%} of the steps in {proven.pairs} paired runs"
+        gain = (
+            f"equal loss after {option.relative_steps:.0%} of the steps, in {proven.time:.0%} of the time, in "
+            f"{proven.pairs} paired runs"
+        )
         why = f"{gain}; {self._effect(option)}; proven: {self.evidence.get(name, 'by a comparison')}"
         return ChoiceReason(name, verdict, why)
 
@@ -196,19 +199,19 @@ class ChoiceExplainer:
         return f"other options suffice, and {measured or 'are expected to take less time'}; {alone}"
 
     def _no_faster(self, options: Sequence[PlanOption]) -> str:
-        if options[0].axis == GAINS and self.chosen.relative_steps < 1:
-            other = next(option for option in self.chosen.options if option.axis == GAINS)
+        is_proven = options[0].axis == GAINS
+        other = next((option for option in self.chosen.options if option.axis == GAINS), None)
+        if is_proven and other:
             return f"its gain is proven alone, but not together with {other.label}"
         if measured := self._measured(options):
-            is_proven = options[0].axis == GAINS
             why = "its steps are too slow here for its proven gain" if is_proven else "no measured gain"
             return f"{why}: {measured}"
         failed = [why for tried, why in self.search.misfits.items() if {*tried} & {*options}]
         if failed:
             return failed[0]
         run = any({*candidate.options} & {*options} for candidate in self.search.tried)
-        other = "fewer changes are expected to be equally fast" if run else "other options were expected to be faster"
-        return f"not run: {other}"
+        others = "fewer changes are expected to be equally fast" if run else "other options were expected to be faster"
+        return f"not run: {others}"
 
     def _measured(self, options: Sequence[PlanOption]) -> str:
         """Return the time of the best probe with any of `options`, relative to the plan, as text. Return "" if no such

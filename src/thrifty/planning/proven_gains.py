@@ -30,6 +30,11 @@ class ProvenGain:
     step_time: float = 1.0
     """Step time in the comparison, relative to the baseline's."""
 
+    @property
+    def time(self) -> float:
+        """Time to equal loss in the comparison, relative to the baseline's."""
+        return self.option.relative_steps * self.step_time
+
     def is_similar(self, parameters: float) -> bool:
         return 1 / SIMILAR_SIZE <= self.parameters / max(parameters, 1.0) <= SIMILAR_SIZE
 
@@ -38,7 +43,7 @@ def options_with_gains(gains: Iterable[ProvenGain], weights: float) -> dict[str,
     """Return the axis of proven gains for a model with `weights` bytes of parameters, the largest gains first. Gains of
     models of another size are left out. A plan has at most one gain, because gains were not measured together."""
     similar: dict[str, PlanOption] = {}
-    for gain in sorted(gains, key=lambda gain: gain.option.relative_steps):
+    for gain in sorted(gains, key=lambda gain: gain.time):
         if gain.is_similar(weights / FLOAT32):
             similar.setdefault(gain.option.techniques[0].name, gain.option)
     return {AXIS: [*similar.values()][:MOST_GAINS]} if similar else {}

@@ -122,7 +122,7 @@ class PlanOption:
 
     @property
     def is_for_speed(self) -> bool:
-        return self.factor < 1 or self.relative_steps < 1 or self.mesh != ONE_RANK
+        return self.factor < 1 or self.relative_steps != 1 or self.mesh != ONE_RANK
 
     @property
     def parts(self) -> int:
