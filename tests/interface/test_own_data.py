@@ -1,5 +1,6 @@
 """Datasets of the user's own: of any form, read alike however often, in whatever processes and after any stop."""
 
+import pickle
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -156,6 +157,36 @@ def test_loader_workers_read_equal_batches(workers: int) -> None:
     assert not alone.loading and read.loading["num_workers"] == workers
     for one, other in zip(prefetch(alone, 2, 6), prefetch(read, 2, 6), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one.fields)
+
+
+class Doubled(Dataset[Any]):
+    def __init__(self, inner: Dataset[Any]):
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Tensor:
+        return 2 * self.inner[index]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "wrapped",
+    [lambda rows: rows, lambda rows: Subset(rows, range(1500)), lambda rows: ConcatDataset([rows, rows]), Doubled],
+    ids=["plain", "subset", "concatenated", "wrapped"],
+)
+def test_a_file_that_a_dataset_opens_is_read_by_one_process(
+    wrapped: Callable[[Any], Any], workers: int, tmp_path: Path
+) -> None:
+    """Processes that share an opened file would share its position, and return other rows."""
+    np.repeat(np.arange(2000), 64).tofile(tmp_path / "rows")
+    rows = user_work.RowsOfFile(str(tmp_path / "rows"))
+    dataset, times = wrapped(rows), 2 if wrapped is Doubled else 1
+    source = opened(DataLoader(dataset, 32, shuffle=True, num_workers=workers), Subset(dataset, range(9))).train
+    for batch in prefetch(source, 0, 50):
+        assert torch.equal(batch["batch"], batch["batch"][:, :1].expand(-1, 64)) and (batch["batch"] % times == 0).all()
+    assert rows.file is None and pickle.dumps(dataset)
 
 
 def test_an_error_in_a_worker_keeps_its_fix() -> None:

@@ -31,6 +31,21 @@ def some_sums() -> NoisySums:
     return NoisySums(60)
 
 
+class RowsOfFile(Dataset[Tensor]):
+    """Rows (64,) of a file of integers that is opened at the first read, as HDF5 files often are."""
+
+    def __init__(self, path: str):
+        self.path, self.file = path, None
+
+    def __len__(self) -> int:
+        return Path(self.path).stat().st_size // 512
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.file: Any = self.file or open(self.path, "rb", buffering=0)  # noqa: SIM115
+        self.file.seek(512 * index)
+        return torch.frombuffer(bytearray(self.file.read(512)), dtype=torch.int64)
+
+
 class Sentences(Dataset[Tensor]):
     """Token sequences of lengths from 3 to 11."""
 

@@ -83,8 +83,9 @@ def open_user_data(
     """
     parts, others = dataset_of(data), dataset_of(held_out)
     joined, examples = collate or parts.collate, None
+    copies: dict[int, Any] = {}
     if parts.is_map_style:
-        examples = UserDataset(parts.dataset, joined)
+        examples = UserDataset(parts.dataset, joined, copies)
         train: UserSource | UserStream = UserSource(examples, batch, seed, parts)
         identity = examples.fingerprint()
         if len(examples) < batch:
@@ -99,7 +100,7 @@ def open_user_data(
     if not others.is_map_style and len(rest) > judged:
         rest = rest[:judged]
         train.notices = (*train.notices, _only_first(judged))
-    other = UserDataset(rest, collate or others.collate or parts.collate)
+    other = UserDataset(rest, collate or others.collate or parts.collate, copies)
     # a resumed run may judge more examples of a stream
     identified = other if others.is_map_style else UserDataset(rest[:IDENTIFYING], other.collation.collate)
     collation = train.collation

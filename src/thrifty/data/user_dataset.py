@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from thrifty.core.batches import Batch, ExampleIndex
 from thrifty.core.errors import ThriftyError, UsageError
@@ -13,6 +14,7 @@ from thrifty.data.batch_forms import hashed, same_values
 from thrifty.data.collation import Collation, seeded_draws
 from thrifty.data.data_loading import Collate, DataParts
 from thrifty.data.epoch_sampler import HELD_OUT_KEY, EpochSource
+from thrifty.data.unread_copy import unread_copy
 
 FINGERPRINTED = 16
 """Number of examples in a fingerprint. They are spread evenly over the dataset."""
@@ -23,10 +25,12 @@ READ_TWICE = 5
 
 
 class UserDataset:
-    """A map-style dataset with its collate function, as `IndexedExamples`."""
+    """A map-style dataset with its collate function, as `IndexedExamples`. This process reads an `unread_copy` of the
+    dataset; worker processes read the dataset itself. `copies` holds the copies of this process.
+    """
 
-    def __init__(self, dataset: Any, collate: Collate | None = None):
-        self.dataset = dataset
+    def __init__(self, dataset: Any, collate: Collate | None = None, copies: dict[int, Any] | None = None):
+        self.original, self.dataset = dataset, unread_copy(dataset, copies)
         if not len(dataset):
             raise UsageError("the dataset has no examples", fix="pass a dataset with examples")
         first = range(min(2, len(dataset)))
@@ -35,6 +39,9 @@ class UserDataset:
         pairs = ([self.seeded_fields([index], ["first"]) for _ in range(2)] for index in read_twice)
         self.unrepeated = next(filter(None, (same_values(*pair) for pair in pairs)), "")
         """Name of a part that differs between two reads with the same seeds; empty if all parts are equal."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "dataset": self.original}
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -72,7 +79,7 @@ class UserDataset:
     def _example(self, index: int, key: str) -> Any:
         try:
             with seeded_draws(key):
-                return self.dataset[index]
+                return (self.original if get_worker_info() else self.dataset)[index]
         except Exception as error:
             if isinstance(error, ThriftyError):
                 raise
