@@ -1,5 +1,6 @@
 """`thrifty.compare` on the user's own model, data and loss."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,22 @@ def test_losses_of_different_meaning_are_not_compared(tmp_path: Path) -> None:
         thrifty.compare(baseline, {"other": other}, runs=tmp_path, **QUICK)
 
 
-def test_a_verdict_on_other_data_or_weights_is_refused(tmp_path: Path) -> None:
+def test_a_verdict_on_other_data_or_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = user_work.objects() | {"loss": lambda model, batch: user_work.loss(model, batch), "model": user_work.build()}
 
-    def race(**changed: Any) -> thrifty.ComparisonResult:
+    def race(quiet: bool = True, **changed: Any) -> thrifty.ComparisonResult:
         baseline = thrifty.recipe(**own | changed, techniques=["adamw", "cosine"], batch=16, budget="4 steps")
-        return thrifty.compare(baseline, {"lion": "lion:lr=2e-4"}, runs=tmp_path, name="race", **QUICK)
+        options = QUICK | {"quiet": quiet}
+        return thrifty.compare(baseline, {"lion": "lion:lr=2e-4"}, runs=tmp_path, name="race", **options)
 
     first = race()
     with pytest.raises(UsageError, match="started with other data or weights: data differ"):
         race(data=user_work.NoisySums(200, 5000))
     torch.nn.init.zeros_(own["model"][0].weight)
+    assert race(quiet=False).as_dict()["status"] == "finished"  # no run is left
+    assert "other data or weights: weights of baseline and weights of lion differ" in capsys.readouterr().err
+    assert thrifty.report(first).as_dict()["status"] == "finished"
+    record = Path(first.folder, "comparison.json")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"runs": [], "status": "interrupted"}))
     with pytest.raises(UsageError, match="other data or weights: weights of baseline and weights of lion differ"):
         race()
-    assert thrifty.report(first).as_dict()["status"] == "finished"

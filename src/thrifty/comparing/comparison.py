@@ -122,11 +122,12 @@ class _ComparisonRunner:
     def refuse_changed_inputs(self) -> None:
         """Raise UsageError if the data or given weights have changed since an earlier call."""
         if before := self.state.get("inputs"):
-            refuse_changed_inputs(self.folder.path, before, self.inputs())
+            is_finished = len(self.runs) >= self.planned
+            refuse_changed_inputs(self.folder.path, before, self.inputs(), self.say, is_finished)
 
     def inputs(self) -> dict[str, str]:
         """Return the identity of the data and of given weights."""
-        return input_identity({variant.label: variant.recipe for variant in self.variants})
+        return input_identity({variant.label: variant.recipe for variant in self.variants}, self.say)
 
     def forget_failures(self) -> None:
         """Remove failed runs from the record, so that they run again. Failed trials stay if a run with a compared seed

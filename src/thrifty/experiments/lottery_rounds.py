@@ -47,6 +47,8 @@ from thrifty.training.trainer import resume, rewind_run, train
 
 Control = Literal["random-mask", "reinitialise"]
 CONTROLS: tuple[Control, ...] = ("random-mask", "reinitialise")
+NEAR = 0.2
+"""Maximum fraction of the dense run between the wanted start of tickets and the checkpoint that replaces it."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ def run_lottery(
         )
     if not (Path(runs) / f"{recipe.name}-round-0").exists():  # no compute has been spent yet
         _require_prunable_matrices(recipe, lottery, quiet)
-    inputs = input_identity({recipe.name: recipe})
-    with _open_lottery(Path(runs) / f"{recipe.name}-lottery", recipe, lottery, inputs) as folder:
+    inputs = input_identity({recipe.name: recipe}, say)
+    with _open_lottery(Path(runs) / f"{recipe.name}-lottery", recipe, lottery, inputs, say) as folder:
         return _Rounds(recipe, lottery, Path(runs), folder, dict(origins or {}), quiet, say).run_all()
 
 
@@ -154,7 +156,7 @@ def _prunable_matrices(parameters: Mapping[str, Tensor], lottery: LotterySetting
 
 @contextmanager
 def _open_lottery(
-    path: Path, recipe: Recipe, lottery: LotterySettings, inputs: Mapping[str, str]
+    path: Path, recipe: Recipe, lottery: LotterySettings, inputs: Mapping[str, str], say: Callable[[str], None]
 ) -> Iterator[RunFolder]:
     """Yield the locked folder of the lottery. It is new, or belongs to an interrupted lottery with equal settings and
     equal inputs.
@@ -172,7 +174,8 @@ def _open_lottery(
                 f"'{path}' holds a lottery with different settings: " + "; ".join(other),
                 fix="undo the change; or choose another --name",
             )
-        refuse_changed_inputs(path, saved.get("inputs", {}), inputs)
+        is_finished = saved.get("status") == "finished" and saved["lottery"] == definition["lottery"]
+        refuse_changed_inputs(path, saved.get("inputs", {}), inputs, say, is_finished)
         folder.write_json("lottery", {"inputs": inputs, **saved, **definition})
         yield folder
 
@@ -234,15 +237,17 @@ class _Rounds:
 
     def start(self) -> int:
         """Return the step of the dense run from which tickets start. A budget in seconds changes the number of steps of
-        a run, so that a fraction of the run may have no checkpoint. The nearest checkpoint then replaces it.
+        a run, so that a fraction of the run may have no checkpoint. The nearest checkpoint then replaces it, if it is
+        near.
         """
         wanted = in_steps(self.lottery.rewind, self.steps)
         if not wanted or isinstance(self.lottery.rewind, int):
             return wanted
         saved = [step for step in map(step_of, checkpoints(self.path(0) / "checkpoints")) if step < self.steps]
         start = min(saved, key=lambda step: abs(step - wanted), default=wanted)
-        if start != wanted:
-            self.say(f"tickets start from step {start}, the checkpoint nearest to step {wanted} of {self.steps}")
+        if start == wanted or abs(start - wanted) > NEAR * self.steps:
+            return wanted
+        self.say(f"tickets start from step {start}, the checkpoint nearest to step {wanted} of {self.steps}")
         return start
 
     def prune(self, number: int) -> float:

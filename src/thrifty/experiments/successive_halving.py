@@ -96,8 +96,8 @@ def run_sweep(
         what = f"the first of {len(rungs)} rungs ends after '{rungs[0][0]:.2g}' of {steps} steps, before the first step"
         raise InfeasibleError(what, fix="--rungs 1; or a larger --budget")
     definition = {"recipe": recipe_to_data(recipe), "over": _plain(space), "sweep": asdict(settings)}
-    inputs = input_identity({recipe.name: recipe})
-    with _open_sweep(folder, definition, points, inputs) as opened, closing_workers(workers):
+    inputs = input_identity({recipe.name: recipe}, say)
+    with _open_sweep(folder, definition, points, inputs, say) as opened, closing_workers(workers):
         return _SweepRunner(recipe, recipes, rungs, opened, workers, say).run_all()
 
 
@@ -112,7 +112,11 @@ def _plain(space: Space) -> dict[str, Any]:
 
 @contextmanager
 def _open_sweep(
-    path: Path, definition: Mapping[str, Any], points: Sequence[Settings], inputs: Mapping[str, str]
+    path: Path,
+    definition: Mapping[str, Any],
+    points: Sequence[Settings],
+    inputs: Mapping[str, str],
+    say: Callable[[str], None],
 ) -> Iterator[RunFolder]:
     """Yield the locked folder of the sweep. It is new, or belongs to an interrupted sweep with an equal definition and
     equal inputs.
@@ -128,7 +132,8 @@ def _open_sweep(
                 f"'{path}' holds a different sweep: {'; '.join(other)}",
                 fix="undo the change; or choose another --name",
             )
-        refuse_changed_inputs(path, folder.read_json("sweep").get("inputs", {}), inputs)
+        saved = folder.read_json("sweep")
+        refuse_changed_inputs(path, saved.get("inputs", {}), inputs, say, saved.get("status") == "finished")
         yield folder
 
 
