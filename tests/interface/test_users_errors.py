@@ -113,3 +113,19 @@ def test_modules_with_trained_weights_get_a_small_rate(name: str, rate: float) -
     assert [each.lr for each in recipe.techniques if isinstance(each, thrifty.AdamW)] == [rate]
     lora = thrifty.recipe(model, rows, held_out=rows, budget=2, techniques=["lora"])
     assert [each.lr for each in lora.techniques if isinstance(each, thrifty.AdamW)] == [5e-4 if name else 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("loss", "call"),
+    [
+        (nn.CrossEntropyLoss(), "nn.CrossEntropyLoss()(model(batch['x']), batch['y'])"),
+        (F.cross_entropy, "nn.functional.cross_entropy(model(batch['x']), batch['y'])"),
+    ],
+    ids=["module", "function"],
+)
+def test_a_loss_of_torch_is_refused_with_its_call(loss: Any, call: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        train(tmp_path, loss=loss)
+    assert error.value.fix == f"write it as def loss(model, batch): return {call}"
+    own = {"loss": lambda model, batch: eval(call)}  # noqa: S307
+    assert train(tmp_path, **own).loss > 0

@@ -152,9 +152,10 @@ class UserLoss(Objective):
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             if not _is_raised_in(function, error):
                 raise
+            call = _call_of_criterion(function, given) or "…, and read these parts of the batch"
             raise UsageError(
                 f"{what} fails with {reason_of(error)!r}; a batch is {_content(given)}",
-                fix=f"write it as def {what.removeprefix('the ')}(model, batch): …, and read these parts of the batch",
+                fix=f"write it as def {what.removeprefix('the ')}(model, batch): {call}",
             ) from error
         changed = [name for name, tensor in batch.fields.items() if tensor._version != before[name]]
         if changed:
@@ -223,10 +224,26 @@ def _rows_of(name: str) -> tuple[str, str]:
 def _is_raised_in(function: UserFunction, error: Exception) -> bool:
     """Return True if a function raised an error itself, such as by reading a part that the batch does not have, or if
     it is a loss of torch, which takes no batch. Errors of deeper calls are the user's own."""
-    if type(function).__module__.startswith("torch."):
+    if _is_criterion(function):
         return True
     called = error.__traceback__.tb_next if error.__traceback__ else None
     return called is None or called.tb_next is None
+
+
+def _is_criterion(function: UserFunction) -> bool:
+    """Return True for a loss of torch, such as `nn.CrossEntropyLoss()` or `F.cross_entropy`."""
+    return any(str(getattr(each, "__module__", "")).startswith("torch.") for each in (function, type(function)))
+
+
+def _call_of_criterion(function: UserFunction, batch: Any) -> str:
+    """Return code that calls a loss of torch on the first two parts of a batch; "" for other functions and batches."""
+    parts = range(len(batch)) if isinstance(batch, list | tuple) else batch if isinstance(batch, Mapping) else ()
+    places = [*map(repr, parts)]
+    if len(places) < 2 or not _is_criterion(function):
+        return ""
+    name = getattr(function, "__name__", "")
+    called = f"nn.functional.{name}" if name else f"nn.{type(function).__name__}()"
+    return f"return {called}(model(batch[{places[0]}]), batch[{places[1]}])"
 
 
 def _content(batch: Any) -> str:
