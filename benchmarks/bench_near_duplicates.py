@@ -8,20 +8,22 @@ import sys
 from pathlib import Path
 
 from side_by_side import print_timings, side_by_side, write
-from thrifty.data.text.near_duplicates import find_alike, runs_of_words
+from thrifty.data.text.document_sources import FileSource
+from thrifty.data.text.near_duplicates import KeptDocuments, runs_of_words
 from thrifty.data.text.python_sources import python_files
 
 SIZE, THRESHOLD = 4_000_000, 0.8
 
 
 def main() -> None:
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in python_files(SIZE)]
+    source = FileSource(python_files(SIZE), folder=True)
+    texts = list(source.documents())
     size = sum(len(text.encode()) for text in texts)
-    duplicates = list(find_alike(texts, THRESHOLD))
+    duplicates = KeptDocuments(THRESHOLD).add(source)
     print(f"{len(texts)} documents, {size / 1e6:.1f} MB, {len(duplicates)} of them near-duplicates at {THRESHOLD}")
     ways = {
         "runs of words": lambda: [runs_of_words(text) for text in texts],
-        "all of it": lambda: list(find_alike(texts, THRESHOLD)),
+        "all of it": lambda: KeptDocuments(THRESHOLD).add(source),
     }
     timings = side_by_side(ways, rounds=3, warmup=0)
     print_timings("near-duplicates", timings, "all of it", size / 1e6, "MB/s")

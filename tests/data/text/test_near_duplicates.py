@@ -4,7 +4,9 @@ import json
 import random
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -14,7 +16,14 @@ from hypothesis import strategies as st
 from thrifty.cli.data import command
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings, ObjectiveSettings
-from thrifty.data.text.near_duplicates import DeduplicatedSource, difference, find_alike, runs_of_words
+from thrifty.data.text import near_duplicates
+from thrifty.data.text.near_duplicates import (
+    DeduplicatedSource,
+    DuplicatePair,
+    KeptDocuments,
+    difference,
+    runs_of_words,
+)
 from thrifty.data.text.text_data import open_mixture
 from thrifty.data.text.token_cache import open_token_cache
 from thrifty.data.train_split import DataSplit
@@ -55,7 +64,11 @@ class Given:
         return iter(self.texts)
 
     def identity(self) -> str:
-        return "given"
+        return str(self.texts)
+
+
+def find_alike(texts: Iterable[str], threshold: float) -> tuple[DuplicatePair, ...]:
+    return KeptDocuments(threshold).add(Given(*texts))
 
 
 @settings(max_examples=40, deadline=None)
@@ -100,10 +113,10 @@ def test_first_document_of_a_group_is_kept() -> None:
     close, closer = with_words_changed(original, 4), with_words_changed(original, 1)
     others = [made_up(300, seed) for seed in (5, 6)]
     texts = [others[0], close, original, others[1], closer, original]
-    found = list(find_alike(texts, 0.8))
+    found = find_alike(texts, 0.8)
     assert [(pair.kept, pair.left_out) for pair in found] == [(1, 2), (1, 4), (1, 5)]
     assert list(DeduplicatedSource(Given(*texts), 0.8).documents()) == [others[0], close, others[1]]
-    assert found == list(find_alike(texts, 0.8))
+    assert found == find_alike(texts, 0.8)
 
 
 def test_chain_of_similar_documents_is_compared_to_kept_ones() -> None:
@@ -121,11 +134,11 @@ def test_almost_all_pairs_above_the_threshold_are_detected() -> None:
         texts += [text, with_words_changed(text, 2, seed)]
     alike = [jaccard(texts[place], texts[place + 1]) for place in range(0, 80, 2)]
     assert all(similarity > 0.89 for similarity in alike)
-    assert len(list(find_alike(texts, 0.8))) >= 39
+    assert len(find_alike(texts, 0.8)) >= 39
 
 
 def test_different_texts_are_all_kept() -> None:
-    assert list(find_alike((made_up(60, seed) for seed in range(150)), 0.5)) == []
+    assert not find_alike((made_up(60, seed) for seed in range(150)), 0.5)
 
 
 def test_report_shows_the_least_similar_pairs() -> None:
@@ -138,6 +151,45 @@ def test_report_shows_the_least_similar_pairs() -> None:
     assert [pair["similarity"] for pair in shown] == sorted(pair["similarity"] for pair in shown)
     assert "changed" in shown[0]["left_out"] and "changed" not in shown[0]["kept"]
     json.dumps(report)
+
+
+def test_a_later_source_is_compared_with_kept_documents_only() -> None:
+    words, tail, other = made_up(300, 0).split(), made_up(33, 1).split(), made_up(33, 2).split()
+    texts = [" ".join(text) for text in (words, words[:267] + tail, words[:234] + other + tail)]
+    first = DeduplicatedSource(Given(*texts[:2]), 0.72)
+    later = DeduplicatedSource(Given(*texts[1:]), 0.72, first)
+    assert list(later.documents()) == texts[2:] and list(first.documents()) == texts[:1]
+    assert list(DeduplicatedSource(Given(*texts[1:]), 0.72, Given(*texts[:2])).documents()) == []
+    [shown] = later.report()["least_alike"]
+    assert shown == difference(texts[0], texts[1], shown["similarity"])
+
+
+def test_report_reads_only_sources_of_the_shown_pairs() -> None:
+    read: list[str] = []
+
+    class Recorded(Given):
+        def documents(self):
+            for text in self.texts:
+                read.append(text)
+                yield text
+
+    first, second, third = ([made_up(50, seed) for seed in range(start, start + 3)] for start in (0, 10, 20))
+    source = DeduplicatedSource(Recorded(*first), 0.8)
+    source = DeduplicatedSource(Recorded(*second), 0.8, source)
+    source = DeduplicatedSource(Recorded(second[0], *third), 0.8, source)
+    assert list(source.documents()) == third
+    read.clear()
+    assert source.report()["bytes"] == len(second[0].encode()) and read == [second[0]] * 2
+
+
+def test_a_source_that_changes_before_the_next_is_refused() -> None:
+    first = Given(made_up(50, 0))
+    earlier = DeduplicatedSource(first, 0.8)
+    later = DeduplicatedSource(Given(made_up(50, 1)), 0.8, earlier)
+    assert list(earlier.documents()) == list(first.texts)
+    first.texts = (made_up(50, 1),)
+    with pytest.raises(UsageError, match="a source changed after"):
+        later.documents()
 
 
 def test_two_texts_are_shown_around_their_first_difference() -> None:
@@ -215,6 +267,23 @@ def test_sources_of_a_mixture_do_not_repeat_one_another(copied, tmp_path) -> Non
     )
     documents = [tokens.train_tokens + tokens.held_out_tokens for tokens in (plain, distinct)]
     assert documents[1] == pytest.approx(documents[0] * 70 / 100, rel=0.1)  # 30 of 100 documents are left out
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_each_document_of_a_mixture_is_hashed_once(copied, tmp_path, monkeypatch, cached: bool) -> None:
+    folders = [copied, tmp_path / "b", tmp_path / "c"]
+    for number, folder in enumerate(folders[1:], start=1):
+        folder.mkdir()
+        for seed in range(30):
+            (folder / f"{seed}.txt").write_text(made_up(120, seed + 500 * number))
+    mixture = chosen("", sources={str(folder): 1.0 for folder in folders}, length=8, batch=2, near_duplicates=0.8)
+    if cached:
+        open_token_cache(replace(mixture, source=str(copied), sources={}), lambda text: None)
+    hashed = Mock(side_effect=runs_of_words)
+    monkeypatch.setattr(near_duplicates, "runs_of_words", hashed)
+    data = open_mixture(mixture, 0, lambda text: None)
+    assert hashed.call_count == 140
+    assert open_mixture(mixture, 0, lambda text: None).identity == data.identity and hashed.call_count == 140
 
 
 def test_each_threshold_has_its_own_cache_entry(copied) -> None:

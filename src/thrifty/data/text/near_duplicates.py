@@ -8,16 +8,16 @@ kept document requires 6 kB of memory.
 
 A document is compared with kept documents only, so the first document of a group is kept. A pair that is found can
 therefore not have one document in training text and the other in held-out text. A document is also compared with
-all documents of a held-out file, and of earlier sources of a mixture.
+all documents of a held-out file, and with the kept documents of earlier sources of a mixture.
 """
 
 import hashlib
 import heapq
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -44,12 +44,13 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class DuplicatePair:
-    """Numbers of a kept document and of a left-out document in the source, from 0. Documents of other sources have the
-    numbers -1, -2, …"""
+    """A left-out document and the kept document that is most similar to it."""
 
     kept: int
     left_out: int
     similarity: float
+    size: int
+    """Bytes of the left-out document."""
 
 
 class _WordHashes(dict[str, int]):
@@ -78,59 +79,92 @@ def runs_of_words(text: str, numbers: dict[str, int] | None = None) -> np.ndarra
     return np.unique((mix_bits(runs) >> np.uint64(32)).astype(np.uint32))
 
 
-def find_alike(texts: Iterable[str], threshold: float, known: Iterable[str] = ()) -> Iterator[DuplicatePair]:
-    """Yield each document that is similar to a kept document by at least `threshold`, together with the most similar
-    kept document.
+class KeptDocuments:
+    """Signatures of the kept documents of one or several sources. All documents that are read have numbers from 0.
 
-    The documents `known` are kept before all others, also if they are similar to each other. Raises UsageError if
-    datasketch is not installed.
+    Raises UsageError if datasketch is not installed, or if a source changes before the next source is added.
     """
-    try:
-        from datasketch import MinHash, MinHashLSH
-    except ImportError:
-        raise UsageError(
-            "near-duplicate removal requires datasketch, which is not installed",
-            fix="pip install 'thrifty[duplicates]'; or leave data.near_duplicates out",
-        ) from None
-    blank = MinHash(HASHES, seed=1, scheme="affine32", hashfunc=int)
-    index, signatures, numbers = MinHashLSH(threshold, HASHES, weights=LSH_WEIGHTS), {}, _WordHashes()
-    for number, text in chain(_numbered_below_0(known), enumerate(texts)):
-        own = blank.copy()
-        runs = runs_of_words(text, numbers)
-        for start in range(0, len(runs), 4096):  # hashes of one chunk fit into the processor cache
-            own.update_batch(runs[start : start + 4096].tolist())
-        candidates = ((own.jaccard(signatures[key]), -key) for key in index.query(own))
-        similarity, key = max(candidates, default=(-1.0, 0))
-        if similarity >= threshold and number >= 0:
-            yield DuplicatePair(-key, number, similarity)
-        else:
-            index.insert(number, own, check_duplication=False)
-            signatures[number] = own
 
+    def __init__(self, threshold: float):
+        try:
+            from datasketch import MinHash, MinHashLSH
+        except ImportError:
+            raise UsageError(
+                "near-duplicate removal requires datasketch, which is not installed",
+                fix="pip install 'thrifty[duplicates]'; or leave data.near_duplicates out",
+            ) from None
+        self.threshold = threshold
+        self.blank = MinHash(HASHES, seed=1, scheme="affine32", hashfunc=int)
+        self.index, self.signatures = MinHashLSH(threshold, HASHES, weights=LSH_WEIGHTS), {}
+        self.words, self.count = _WordHashes(), 0
+        self.sources: dict[int, tuple[DocumentSource, str]] = {}
+        """Each source with its identity, by the number of its first document."""
 
-def _numbered_below_0(texts: Iterable[str]) -> Iterator[tuple[int, str]]:
-    return ((-number, text) for number, text in enumerate(texts, start=1))
+    def add(self, source: DocumentSource, always: bool = False) -> tuple[DuplicatePair, ...]:
+        """Keep the documents of a source. Leave out and return each document that is similar to a kept document by at
+        least `threshold`, together with the most similar kept document. With `always`, keep all documents."""
+        if any(known.identity() != identity for known, identity in self.sources.values()):
+            raise UsageError(
+                "a source changed after its texts were compared",
+                fix="start again when no process writes to it",
+            )
+        pairs = []
+        self.sources[self.count] = source, source.identity()
+        for number, text in enumerate(source.documents(), self.count):
+            self.count = number + 1
+            own = self.blank.copy()
+            runs = runs_of_words(text, self.words)
+            for start in range(0, len(runs), 4096):  # hashes of one chunk fit into the processor cache
+                own.update_batch(runs[start : start + 4096].tolist())
+            candidates = [] if always else self.index.query(own)
+            alike = ((own.jaccard(self.signatures[key]), -key) for key in candidates)
+            similarity, key = max(alike, default=(-1.0, 0))
+            if similarity >= self.threshold:
+                pairs.append(DuplicatePair(-key, number, similarity, len(text.encode())))
+            else:
+                self.index.insert(number, own, check_duplication=False)
+                self.signatures[number] = own
+        return tuple(pairs)
+
+    def texts(self, numbers: Collection[int]) -> dict[int, str]:
+        """Return documents by their numbers. Sources are read only up to the last of these documents."""
+        found = {}
+        for start, (source, _) in self.sources.items():
+            later = [other for other in self.sources if other > start]
+            wanted = {number for number in numbers if start <= number < min(later, default=self.count)}
+            read = islice(source.documents(), max(wanted) - start + 1) if wanted else ()
+            found |= {number: text for number, text in enumerate(read, start) if number in wanted}
+        return found
 
 
 @dataclass(frozen=True)
 class DeduplicatedSource(DocumentSource):
-    """The documents of a source without near-duplicates of earlier documents and of the sources `known`."""
+    """The documents of a source without near-duplicates of earlier documents."""
 
     source: DocumentSource
     threshold: float
-    known: tuple[DocumentSource, ...] = ()
+    earlier: DocumentSource | None = None
+    """Source of further earlier documents: a held-out source, or the deduplicated source before it in a mixture."""
 
     @cached_property
-    def alike(self) -> tuple[DuplicatePair, ...]:
-        return tuple(find_alike(self.source.documents(), self.threshold, self._known_documents()))
+    def _comparison(self) -> tuple[KeptDocuments, int, tuple[DuplicatePair, ...]]:
+        """Kept documents of this and all earlier sources, the number of the first own document, and the pairs."""
+        if isinstance(self.earlier, DeduplicatedSource):
+            kept = self.earlier._comparison[0]
+        else:
+            kept = KeptDocuments(self.threshold)
+            if self.earlier:
+                kept.add(self.earlier, always=True)
+        return kept, kept.count, kept.add(self.source)
 
     def documents(self) -> Iterator[str]:
-        left_out = {pair.left_out for pair in self.alike}
-        return (text for number, text in enumerate(self.source.documents()) if number not in left_out)
+        _, start, alike = self._comparison
+        left_out = {pair.left_out for pair in alike}
+        return (text for number, text in enumerate(self.source.documents(), start) if number not in left_out)
 
     def identity(self) -> str:
-        known = "".join(f" of {source.identity()}" for source in self.known)
-        return f"{self.source.identity()} without near-duplicates {METHOD} {self.threshold}{known}"
+        earlier = f" of {self.earlier.identity()}" if self.earlier else ""
+        return f"{self.source.identity()} without near-duplicates {METHOD} {self.threshold}{earlier}"
 
     def size(self) -> int:
         return self.source.size()
@@ -140,22 +174,15 @@ class DeduplicatedSource(DocumentSource):
 
     def report(self) -> dict[str, Any]:
         """Return number and bytes of left-out documents, and the least similar pairs for a check of the threshold."""
-        left_out = {pair.left_out for pair in self.alike}
-        shown = heapq.nsmallest(SHOWN, self.alike, key=lambda pair: (pair.similarity, pair.left_out))
-        wanted, texts, size = {number for pair in shown for number in (pair.kept, pair.left_out)}, {}, 0
-        for number, text in chain(_numbered_below_0(self._known_documents()), enumerate(self.source.documents())):
-            size += len(text.encode()) if number in left_out else 0
-            if number in wanted:
-                texts[number] = text
+        kept, _, alike = self._comparison
+        shown = heapq.nsmallest(SHOWN, alike, key=lambda pair: (pair.similarity, pair.left_out))
+        texts = kept.texts({number for pair in shown for number in (pair.kept, pair.left_out)})
         return {
             "threshold": self.threshold,
-            "documents": len(left_out),
-            "bytes": size,
+            "documents": len(alike),
+            "bytes": sum(pair.size for pair in alike),
             "least_alike": [difference(texts[pair.kept], texts[pair.left_out], pair.similarity) for pair in shown],
         }
-
-    def _known_documents(self) -> Iterator[str]:
-        return chain.from_iterable(source.documents() for source in self.known)
 
 
 def difference(kept: str, left_out: str, similarity: float) -> dict[str, Any]:

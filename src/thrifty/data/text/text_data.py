@@ -20,11 +20,11 @@ from thrifty.data.epoch_sampler import EpochSource, HeldOutExamples
 from thrifty.data.prepared_cache import TokenCache, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import refuse_other_tokenizer
-from thrifty.data.text.document_sources import holds_text
+from thrifty.data.text.document_sources import DocumentSource, holds_text
 from thrifty.data.text.row_tables import first_row
 from thrifty.data.text.text_mixture import MixedSource, example_counts, mixed_held_out
 from thrifty.data.text.text_pairs import TextPairs, holds_pairs
-from thrifty.data.text.token_cache import cautions_of, open_token_cache
+from thrifty.data.text.token_cache import cautions_of, open_sources, open_token_cache
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
 from thrifty.data.tokenizer import TextTokenizer, read_tokenizer
 from thrifty.data.train_split import DataSplit
@@ -111,16 +111,16 @@ def open_text(
     say: Callable[[str], None] = print_to_stderr,
     special: Sequence[str] = (),
     pairs: bool = False,
-    earlier: Sequence[str] = (),
+    source: DocumentSource | None = None,
 ) -> TextData:
     """Open the text of a recipe. The first time, tokenize the text into the cache.
 
     A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs, and only target
-    tokens are counted. `earlier` are the sources of a mixture before this source. `say` receives a message before long
+    tokens are counted. `source` is the opened source if it is part of a mixture. `say` receives a message before long
     work, when a damaged cache is rebuilt, or when pairs are cut. The network is used only when a hub: source is opened
     for the first time. Raises UsageError for an invalid source or setting, and for text shorter than one batch.
     """
-    prepared = open_token_cache(settings, say, special, pairs, earlier)
+    prepared = open_token_cache(settings, say, special, pairs, source)
     train, readable, held_out = (_pairs if pairs else _windows)(prepared, settings, seed, say)
     return text_data(prepared, train, held_out, prepared.tokenizer, readable)
 
@@ -140,11 +140,11 @@ def open_mixture(
     counts = example_counts(settings.sources)
     parts: list[TextData] = []
     names = list(settings.sources)
-    for number, name in enumerate(names):
+    for name, source in zip(names, open_sources(settings), strict=True):
         own = replace(settings, source=name, sources={})
         if parts and not settings.tokenizer:
             own = replace(own, tokenizer=str(parts[0].folder / "tokenizer.json"))
-        parts.append(open_text(own, seed_of(f"{seed}/{name}") % 2**31, say, special, earlier=names[:number]))
+        parts.append(open_text(own, seed_of(f"{seed}/{name}") % 2**31, say, special, source=source))
     train = MixedSource([part.train for part in parts], counts, settings.batch, seed)  # type: ignore[misc]
     shares = dict(zip(settings.sources, [count / sum(counts) for count in counts], strict=True))
     fractions = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())

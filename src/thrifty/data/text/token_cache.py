@@ -40,21 +40,18 @@ def open_token_cache(
     say: Callable[[str], None],
     special: Sequence[str] = (),
     pairs: bool = False,
-    earlier: Sequence[str] = (),
+    source: DocumentSource | None = None,
 ) -> TokenCache:
     """Return the prepared tokens for `settings`. Build the tokens first if they are missing or damaged.
 
-    A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs. The settings
-    `length` and `batch` have no effect. With `near_duplicates`, documents of the held-out source and of the `earlier`
-    sources of a mixture are not repeated. Raises UsageError for an invalid setting or input.
+    A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs. `source` is a source
+    of `open_sources`. The settings `length` and `batch` have no effect. With `near_duplicates`, documents of the
+    held-out source are not repeated. Raises UsageError for an invalid setting or input.
     """
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary, special)
-    source = _open(settings.source, settings, pairs)
     held_out = _open(settings.held_out_source, settings, pairs) if settings.held_out_source else None
-    if settings.near_duplicates is not None:
-        known = [*(_open(name, settings, pairs) for name in earlier), *([held_out] if held_out else [])]
-        source = DeduplicatedSource(source, settings.near_duplicates, tuple(known))
+    source = source or _distinct(_open(settings.source, settings, pairs), settings, held_out)
     key = _key(settings, source, held_out, special)
     size = source.size() + (held_out.size() if held_out else 0)
     prepared = open_or_build_tokens(
@@ -65,6 +62,14 @@ def open_token_cache(
     for caution in cautions_of(prepared):
         say(caution)
     return prepared
+
+
+def open_sources(settings: DataSettings) -> list[DocumentSource]:
+    """Return the sources of a mixture. With `near_duplicates`, a source does not repeat documents of earlier ones."""
+    sources: list[DocumentSource] = []
+    for name in settings.sources:
+        sources.append(_distinct(_open(name, settings, False), settings, sources[-1] if sources else None))
+    return sources
 
 
 def cautions_of(prepared: TokenCache) -> list[str]:
@@ -81,6 +86,12 @@ def cautions_of(prepared: TokenCache) -> list[str]:
 
 def _open(source: str, settings: DataSettings, pairs: bool) -> DocumentSource:
     return PairFile(Path(source).expanduser()) if pairs else open_source(source, settings.column)
+
+
+def _distinct(source: DocumentSource, settings: DataSettings, earlier: DocumentSource | None) -> DocumentSource:
+    """Return a source without near-duplicates if they are to be left out."""
+    share = settings.near_duplicates
+    return source if share is None else DeduplicatedSource(source, share, earlier)
 
 
 def _key(
