@@ -123,9 +123,16 @@ def test_a_system_prompt_of_a_row_opens_every_form(tmp_path):
     forms = [{"messages": expected}, {"conversations": turns}, {"prompt": "How?", "completion": "So."},
              {"instruction": "How?", "output": "So."}, {"messages": [opening, *expected]}]  # fmt: skip
     rows = [{**form, key: "Be brief."} for form in forms for key in ("system", "system_prompt")]
-    rows = [*rows, {"messages": expected, "system": None}]
+    rows = [*rows, *({**form, "system": other} for form in forms[:4] for other in (None, True, ["Be brief."]))]
     read_back = read(write_rows(tmp_path / "a.jsonl", rows))
-    assert read_back == [[opening, *expected]] * 10 + [expected]
+    assert read_back == [[opening, *expected]] * 10 + [expected] * 12
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_conversation_has_one_system_message(tmp_path, role):
+    turns = [{"role": role, "content": "Be brief."}, *exchange("How?", "So.")["messages"]]
+    row = {"messages": turns, "system": "Be brief. "}
+    assert read(write_rows(tmp_path / "a.jsonl", [row])) == [turns]
 
 
 def test_keys_that_templates_read_are_passed_on(tmp_path):
@@ -178,7 +185,6 @@ def test_turns_after_the_last_answer_are_dropped(tmp_path):
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "turn 1: 'weight' is 0.5, not 0 or 1"),
         ('{"messages": [{"role": "tool", "content": "a", "tool_call_id": 3}]}', "turn 1: 'tool_call_id' holds int"),
         ('{"instruction": "a", "output": "b", "history": [["c"]]}', "line 2: 'history' holds .* not pairs of texts"),
-        ('{"prompt": "a", "completion": "b", "system": 3}', "line 2: 'system' holds int, not text"),
         ('{"messages": [{"role": "assistant", "tool_calls": [3]}]}', "turn 1: 'tool_calls' holds .* list of calls"),
         ('{"instruction": 3, "output": "a"}', "line 2: 'instruction' holds int, not text"),
         ('{"prompt": "\\ud800", "completion": "a"}', "line 2: 'prompt' holds half of a surrogate pair"),

@@ -53,7 +53,7 @@ from thrifty.data.text.token_files import unigram_entropy
 from thrifty.data.tokenizer import TOKENIZER, check_vocabulary, train_tokenizer
 from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
-FORMAT = 4
+FORMAT = 5
 AT_ONCE = 1_000
 """Number of conversations that are tokenized in one call."""
 REASONS = 5

@@ -11,7 +11,7 @@
     {"prompt": "…", "completion": "…"}
 
 Each row of a table is a conversation (`data/text/row_tables.py`). The optional key "system" of a row is its first
-message. In a .csv or .tsv file, "messages" is JSON.
+message, unless the row has such a message. In a .csv or .tsv file, "messages" is JSON.
 """
 
 import json
@@ -39,7 +39,7 @@ ROLES = {
 }
 """Role of each speaker name."""
 SYSTEM = ("system", "system_prompt")
-"""Keys of a row whose text becomes the first message."""
+"""Keys of a row whose text becomes the first message. Values of other types have no effect."""
 ALSO_PASSED = ("name", "tool_call_id", "reasoning_content")
 """Other keys of a message that chat templates read."""
 FORMS = '"messages", "conversations", "instruction" and "output", or "prompt" and "completion"'
@@ -82,9 +82,9 @@ def _is_learned(answer: Message) -> bool:
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
     """Convert a row in any format of the module docstring to messages."""
     messages = _turns(row, where)
-    system = next(filter(None, (_text(row, key, where) for key in SYSTEM)), "")
-    opening = {"role": "system", "content": system}
-    return messages if not system or messages[:1] == [opening] else [opening, *messages]
+    is_opened = bool(messages) and messages[0]["role"] in ("system", "developer")
+    key = next((key for key in SYSTEM if row.get(key) and isinstance(row[key], str)), None)
+    return messages if is_opened or not key else [{"role": "system", "content": _text(row, key, where)}, *messages]
 
 
 def _turns(row: Mapping[str, Any], where: str) -> list[Message]:
