@@ -80,20 +80,20 @@ def test_sharegpt_calls_and_tools_as_list_or_text(tmp_path):
     assert written[0].messages[1:3] == [calling, {"role": "tool", "content": "3"}]
 
 
-def test_arguments_of_calls_are_objects_without_nulls(tmp_path):
+def test_arguments_of_calls_are_objects_with_their_nulls(tmp_path):
     question, reply = exchange("How?", "So.")["messages"]
     text, plain = {"name": "add", "arguments": '{"a": 1, "b": null}'}, {"name": "put", "arguments": "not JSON"}
     calls = [{"type": "function", "function": each} for each in (text, plain)]
-    arrow = {"function": {"name": "add", "arguments": {"a": 1, "query": None, "more": [{"b": None, "c": 2}]}}}
-    tools = [{"function": {"name": "add", "parameters": {"a": {"type": "int", "enum": None}}}, "extra": None}]
-    turns = [question, {"role": "assistant", "tool_calls": calls}, {"role": "assistant", "tool_calls": [arrow]}, reply]
+    object_call = {"function": {"name": "add", "arguments": {"a": 1, "limit": None, "more": [{"b": None, "c": 2}]}}}
+    tools = [{"function": {"name": "add", "parameters": {"a": {"type": "int", "default": None}}}}]
+    answers = [{"role": "assistant", "tool_calls": called} for called in (calls, [object_call])]
+    turns = [question, *answers, reply]
     path = write_rows(tmp_path / "a.jsonl", [{"messages": turns, "tools": tools}])
     [each] = conversations(open_conversations(str(path)))
     first, second = each.messages[1:3]
     assert first["content"] == "" and first["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}
     assert first["tool_calls"][1] == calls[1]
-    assert second["tool_calls"][0]["function"]["arguments"] == {"a": 1, "more": [{"c": 2}]}
-    assert each.tools == [{"function": {"name": "add", "parameters": {"a": {"type": "int"}}}}]
+    assert second["tool_calls"] == [object_call] and each.tools == tools
     turns = [{"from": "human", "value": "How?"}, {"from": "function_call", "value": json.dumps(text)}]
     [[_, shared]] = read(write_rows(tmp_path / "b.jsonl", [{"conversations": turns}]))
     assert shared["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}
@@ -103,10 +103,16 @@ def test_calls_of_a_table_are_written_like_those_of_json(tmp_path):
     datasets = pytest.importorskip("datasets")
     question, reply = exchange("How?", "So.")["messages"]
     first, second = ({"type": "function", "function": {"name": name, "arguments": {name: 1}}} for name in ("a", "b"))
-    rows = [{"messages": [question, {"role": "assistant", "content": "", "tool_calls": [call]}, reply]}
-            for call in (first, second)]  # fmt: skip
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet") == [row["messages"] for row in rows]
+    rows = [{"messages": [question, {"role": "assistant", "content": content, "tool_calls": [call]}, reply],
+             "tools": [{"function": {"name": name, "parameters": {name: {"type": "int"}}}}]}
+            for name, content, call in (("a", "", first), ("b", None, second))]  # fmt: skip
+    saved = datasets.Dataset.from_list(rows)
+    saved.to_parquet(tmp_path / "a.parquet")
+    saved.save_to_disk(tmp_path / "saved")
+    write_rows(tmp_path / "a.jsonl", rows)
+    for name in ("a.parquet", "saved"):
+        written = [each[1:] for each in conversations(open_conversations(str(tmp_path / name)))]
+        assert written == [each[1:] for each in conversations(open_conversations(str(tmp_path / "a.jsonl")))], name
 
 
 def test_alpaca_input_and_system_message(tmp_path):

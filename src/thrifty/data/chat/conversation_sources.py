@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.data.catalogue import PYTHON_FUNCTIONS, entries
 from thrifty.data.chat.chat_template import Message
-from thrifty.data.text.document_sources import FetchedSet, FileSource, refuse_compressed
+from thrifty.data.text.document_sources import BINARY_TABLES, FetchedSet, FileSource, refuse_compressed
 from thrifty.data.text.python_sources import described_functions, python_files
 from thrifty.data.text.row_tables import Row, first_row, is_table, open_table, table_files
 from thrifty.data.text.text_readers import check_characters
@@ -42,6 +42,8 @@ SYSTEM = ("system", "system_prompt")
 """Keys of a row whose text becomes the first message. Values of other types have no effect."""
 ALSO_PASSED = ("name", "tool_call_id", "reasoning_content")
 """Other keys of a message that chat templates read."""
+PADDED = ("tools", "tool_calls")
+"""Keys whose values contain objects of different keys."""
 FORMS = '"messages", "conversations", "instruction" and "output", or "prompt" and "completion"'
 
 
@@ -130,7 +132,7 @@ def _turn(turn: Any, where: str) -> Message:
 
 def _read_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Return the calls of tools in a message. The value is a list, or its JSON."""
-    calls = _parsed(_without_nulls(value or []), where)
+    calls = _parsed(value or [], where)
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         fix = 'write [{"type": "function", "function": {"name": "...", "arguments": {...}}}]'
         raise UsageError(f"{where} holds {value!r:.60}, not a list of calls", fix=fix)
@@ -139,7 +141,7 @@ def _read_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 def _named_calls(content: Any, where: str) -> list[dict[str, Any]]:
     """Return the tool calls of a ShareGPT turn. The JSON is {"name": "…", "arguments": {…}}, or a list."""
-    calls = _parsed(_without_nulls(content), where)
+    calls = _parsed(content, where)
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
         raise UsageError(f"{where}: not a call of a tool", fix='write the value {"name": "...", "arguments": {...}}')
@@ -160,15 +162,16 @@ def _decoded_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**call, "arguments": arguments}
 
 
-def _without_nulls(value: Any) -> Any:
-    """Leave out keys without a value. Arrow adds all keys of all rows to each row."""
+def _without_padding(value: Any, inside: bool = False) -> Any:
+    """Leave out keys without a value inside tools and their calls. Arrow adds all keys of all rows to each row."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        kept = {key: inner for key, inner in value.items() if not inside or inner is not None}
+        return {key: _without_padding(inner, inside or key in PADDED) for key, inner in kept.items()}
+    return [_without_padding(inner, inside) for inner in value] if isinstance(value, list) else value
 
 
 def _read_tools(row: Mapping[str, Any], where: str) -> list[Any]:
-    tools = _parsed(_without_nulls(row.get("tools") or []), f"{where}: 'tools'")
+    tools = _parsed(row.get("tools") or [], f"{where}: 'tools'")
     if not isinstance(tools, list):
         raise UsageError(f"{where}: 'tools' holds {type(tools).__name__}, not a list", fix="write a list of tools")
     return tools
@@ -231,7 +234,9 @@ class ConversationTable:
 
     def rows(self) -> Iterator[Row]:
         for file in self.files:
-            yield from open_table(file).rows
+            is_padded = file.suffix.lower() in BINARY_TABLES
+            for where, row in open_table(file).rows:
+                yield where, _without_padding(row) if is_padded else row
 
     def identity(self) -> str:
         return FileSource(self.files).identity()
