@@ -145,8 +145,11 @@ def test_keys_that_templates_read_are_passed_on(tmp_path):
     call = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [{"function": {"name": "f"}}]}
     result = {"role": "tool", "content": "3", "name": "f", "tool_call_id": "c1"}
     question, reply = exchange("How?", "So.")["messages"]
-    row = {"messages": [question, call, result, {**reply, "name": None, "other": 1}]}
-    assert read(write_rows(tmp_path / "a.jsonl", [row])) == [[question, call, result, reply]]
+    expected = [question, call, result, reply]
+    row = {"messages": [question, call, result, {**reply, "name": None, "reasoning_content": ["Hm."], "other": 1}]}
+    assert read(write_rows(tmp_path / "a.jsonl", [row])) == [expected]
+    row["messages"][2], expected[2] = {**result, "tool_call_id": 0}, {**result, "tool_call_id": "0"}
+    assert read(write_rows(tmp_path / "b.jsonl", [row])) == [expected]
 
 
 def test_answers_of_weight_0_end_no_conversation(tmp_path):
@@ -164,9 +167,12 @@ def test_answers_of_weight_0_end_no_conversation(tmp_path):
 def test_history_of_alpaca_comes_before_the_question(tmp_path):
     row = {"instruction": "And?", "output": "So.", "history": [["How?", "Thus."]], "system": "Be brief."}
     expected = [*exchange("How?", "Thus.")["messages"], *exchange("And?", "So.")["messages"]]
-    rows = [row, {**row, "history": json.dumps(row["history"])}]
-    read_back = read(write_rows(tmp_path / "a.jsonl", rows))
-    assert read_back == [[{"role": "system", "content": "Be brief."}, *expected]] * 2
+    shared = [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "Thus."}]
+    histories = [row["history"], json.dumps(row["history"]), exchange("How?", "Thus.")["messages"], shared]
+    others = ["How? Thus.", "3", 3, [["How?"]], [["How?", "Thus."], "And?"], [{"question": "How?"}], None]
+    read_back = read(write_rows(tmp_path / "a.jsonl", [{**row, "history": each} for each in [*histories, *others]]))
+    opening = {"role": "system", "content": "Be brief."}
+    assert read_back == [[opening, *expected]] * len(histories) + [[opening, *expected[2:]]] * len(others)
 
 
 def test_turns_after_the_last_answer_are_dropped(tmp_path):
@@ -188,9 +194,8 @@ def test_turns_after_the_last_answer_are_dropped(tmp_path):
         ('{"conversations": [{"from": "function_call", "value": "add"}]}', "line 2, turn 1: not valid JSON"),
         ('{"conversations": [{"from": "function_call", "value": "{}"}]}', "line 2, turn 1: not a call of a tool"),
         ('{"prompt": "a", "completion": "b", "tools": "3"}', "line 2: 'tools' holds int, not a list"),
-        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "turn 1: 'weight' is 0.5, not 0 or 1"),
-        ('{"messages": [{"role": "tool", "content": "a", "tool_call_id": 3}]}', "turn 1: 'tool_call_id' holds int"),
-        ('{"instruction": "a", "output": "b", "history": [["c"]]}', "line 2: 'history' holds .* not pairs of texts"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "0.5, not 0 or 1.*\n.*same weight"),
+        ('{"instruction": "a", "output": "b", "history": [{"role": "usr"}]}', "turn 1 of 'history': not a message"),
         ('{"messages": [{"role": "assistant", "tool_calls": [3]}]}', "turn 1: 'tool_calls' holds .* list of calls"),
         ('{"instruction": 3, "output": "a"}', "line 2: 'instruction' holds int, not text"),
         ('{"prompt": "\\ud800", "completion": "a"}', "line 2: 'prompt' holds half of a surrogate pair"),

@@ -7,7 +7,8 @@
     {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}          ShareGPT;
                         "function_call" is an answer that calls a tool; "observation" is the result
     {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; input optional;
-                        "history" lists earlier questions and answers: [["…", "…"]]
+                        "history" lists earlier questions and answers, [["…", "…"]], or messages. Other forms of
+                        it have no effect
     {"prompt": "…", "completion": "…"}
 
 Each row of a table is a conversation (`data/text/row_tables.py`). The optional key "system" of a row is its first
@@ -41,7 +42,7 @@ ROLES = {
 SYSTEM = ("system", "system_prompt")
 """Keys of a row whose text becomes the first message. Values of other types have no effect."""
 ALSO_PASSED = ("name", "tool_call_id", "reasoning_content")
-"""Other keys of a message that chat templates read."""
+"""Other keys of a message that chat templates read. Numbers become text; values of other types are not passed on."""
 PADDED = ("tools", "tool_calls")
 """Keys whose values contain objects of different keys."""
 FORMS = '"messages", "conversations", "instruction" and "output", or "prompt" and "completion"'
@@ -116,7 +117,8 @@ def _turn(turn: Any, where: str) -> Message:
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise UsageError(f"{where}: unknown role {speaker!r}", fix=did_you_mean(str(speaker), ROLES))
     message: dict[str, Any] = {"role": ROLES[speaker], "content": ""}
-    message |= {key: text for key in ALSO_PASSED if (text := _text(turn, key, where))}
+    passed = {key: str(value) for key in ALSO_PASSED if isinstance(value := turn.get(key), str | int)}
+    message |= {key: text for key in passed if (text := _text(passed, key, where))}
     if speaker == "function_call":
         message["tool_calls"] = _named_calls(turn.get(keys[1]), where)
     else:
@@ -126,7 +128,8 @@ def _turn(turn: Any, where: str) -> Message:
     if turn.get("tool_calls"):
         message["tool_calls"] = _read_calls(turn["tool_calls"], f"{where}: 'tool_calls'")
     if (weight := turn.get("weight")) not in (None, 0, 1):
-        raise UsageError(f"{where}: 'weight' is {weight!r:.60}, not 0 or 1", fix="write 0 for an answer without a loss")
+        fix = 'write "weight": 0 for an answer without a loss; leave it out for others, which all have the same weight'
+        raise UsageError(f"{where}: 'weight' is {weight!r:.60}, not 0 or 1", fix=fix)
     return message if weight in (None, 1) else {**message, "weight": 0}
 
 
@@ -203,17 +206,20 @@ def _alpaca_question(instruction: str, context: str) -> Message:
 
 
 def _alpaca_history(row: Mapping[str, Any], where: str) -> list[Message]:
-    """Return the turns before the question of an Alpaca row: [["question", "answer"], …]."""
-    pairs = _parsed(row.get("history") or [], f"{where}: 'history'")
-    is_valid = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
-    if not is_valid or not all(isinstance(text, str) for pair in pairs for text in pair):
-        fix = 'write [["question", "answer"], ...]'
-        raise UsageError(f"{where}: 'history' holds {pairs!r:.60}, not pairs of texts", fix=fix)
-    return [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+    """Return the turns before the question of an Alpaca row: [["question", "answer"], …], or messages."""
+    history = row.get("history")
+    if isinstance(history, str):
+        with suppress(ValueError, RecursionError):
+            history = json.loads(history)
+    turns: list[Any] = []
+    for each in history if isinstance(history, list) else ():
+        if isinstance(each, list) and len(each) == 2 and all(isinstance(text, str) for text in each):
+            turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), each, strict=True)]
+        elif isinstance(each, Mapping) and ("role" in each or "from" in each):
+            turns.append(each)
+        else:
+            return []
+    return [_turn(turn, f"{where}, turn {number} of 'history'") for number, turn in enumerate(turns, start=1)]
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
