@@ -124,6 +124,24 @@ def test_known_roles_and_calls_are_written():
         assert answers[-1].startswith("3") and all(message["content"] in written.text for message in messages)
 
 
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("'' + called.arguments", '{"città": {"a": null}}'),
+        ("(called.arguments | items | list) ~ ''", "[('città', {'a': None})]"),
+    ],
+)
+def test_arguments_are_text_only_where_objects_fail(written, text):
+    source = "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls %}"
+    source += "{% set called = call.function %}{{ " + written + " }}{% endfor %}{{ eos_token }}{% endfor %}"
+    call = {"function": {"name": "add", "arguments": {"città": {"a": None}}}}
+    messages = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, SAID]
+    found = ChatTemplate(source, WORDS).write(messages)
+    assert [found.text[begin:end] for begin, end in found.answers] == [text + "</s>", "3</s>"]
+    with pytest.raises(UsageError, match="can only concatenate str"):
+        ChatTemplate("{{ 'a' + 1 }}").write(messages)
+
+
 def test_template_must_write_the_tools():
     tools, messages = [{"type": "function", "function": {"name": "add"}}], [ASKED, CALL, TOOL, SAID]
     source = "{% if tools is not none %}{{ tools | tojson }}{{ eos_token }}{% endif %}" + KNOWS_TOOLS

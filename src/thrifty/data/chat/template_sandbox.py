@@ -103,7 +103,8 @@ def write_conversation(
 ) -> dict[str, Any]:
     """Return {"text": the conversation, "answers": [[begin, end], …]}, or {"error": the reason}.
 
-    With `prompt`, the text ends where the next answer starts. Without `answers`, the list is empty.
+    With `prompt`, the text ends where the next answer starts. Without `answers`, the list is empty. Arguments of calls
+    are passed as JSON text to a template that does not accept objects.
     """
     try:
         conversation = _Conversation(source, words, messages, tools)
@@ -117,7 +118,18 @@ def write_conversation(
     except MemoryError:
         return {"error": f"it takes more than {MEGABYTES} MB"}
     except Exception as error:  # a template is a program that may raise anything
+        accepted = _with_text_arguments(messages) if isinstance(error, TypeError) else messages
+        if accepted != messages:
+            return write_conversation(source, words, accepted, tools, prompt, answers)
         return {"error": str(error) or type(error).__name__}
+
+
+def _with_text_arguments(value: Any) -> Any:
+    """Write the arguments of calls in messages as JSON text, as some templates concatenate them."""
+    if isinstance(value, Mapping):
+        texts = {"arguments": _to_json(value["arguments"])} if isinstance(value.get("arguments"), Mapping) else {}
+        return {key: _with_text_arguments(inner) for key, inner in value.items()} | texts
+    return [_with_text_arguments(inner) for inner in value] if isinstance(value, list) else value
 
 
 @lru_cache(8)
