@@ -142,6 +142,31 @@ def test_arguments_are_text_only_where_objects_fail(written, text):
         ChatTemplate("{{ 'a' + 1 }}").write(messages)
 
 
+GLM_LIKE = """{%- set last = namespace(question=-1) %}
+{%- for message in messages if message.role == 'user' %}{% set last.question = messages.index(message) %}{% endfor %}
+{%- for message in messages %}
+{{- '<|' + message.role + '|>' }}
+{%- if message.role == 'assistant' %}
+{{- '<think>' + (message.reasoning_content or '' if CONDITION else '') + '</think>' }}
+{%- endif %}
+{{- message.content + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+"""Template that omits the reasoning of earlier turns."""
+
+
+@pytest.mark.parametrize(
+    ("condition", "kept"),
+    [("true", ["A", "B", "C"]), ("loop.index0 > last.question", ["", "B", "C"]), ("loop.last", ["", "", ""])],
+)
+def test_reasoning_is_kept_where_later_turns_do_not_remove_it(condition, kept):
+    thinking = [{**SAID, "reasoning_content": thought} for thought in "ABC"]
+    messages = [ASKED, thinking[0], {**ASKED, "content": "And?"}, thinking[1], TOOL, thinking[2]]
+    found = ChatTemplate(GLM_LIKE.replace("CONDITION", condition), WORDS).write(messages)
+    answers = [found.text[begin:end] for begin, end in found.answers]
+    assert answers == [f"<think>{thought}</think>3</s>" for thought in kept]
+
+
 def test_template_must_write_the_tools():
     tools, messages = [{"type": "function", "function": {"name": "add"}}], [ASKED, CALL, TOOL, SAID]
     source = "{% if tools is not none %}{{ tools | tojson }}{{ eos_token }}{% endif %}" + KNOWS_TOOLS

@@ -42,6 +42,10 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _ChangedTurnsError(Exception):
+    """Error for a template that writes a turn differently when later turns follow."""
+
+
 class _Conversation:
     """A compiled template and the messages of a conversation."""
 
@@ -63,7 +67,7 @@ class _Conversation:
             before = self.render(self.messages[:number], prompt=True)
             after = self.render(self.messages[: number + 1]) if number + 1 < len(self.messages) else whole
             if not (after.startswith(before) and whole.startswith(after)):
-                raise ValueError(
+                raise _ChangedTurnsError(
                     "it changes earlier turns when later turns follow, so no single text has every answer after "
                     "its own prompt"
                 )
@@ -104,7 +108,8 @@ def write_conversation(
     """Return {"text": the conversation, "answers": [[begin, end], …]}, or {"error": the reason}.
 
     With `prompt`, the text ends where the next answer starts. Without `answers`, the list is empty. Arguments of calls
-    are passed as JSON text to a template that does not accept objects.
+    are passed as JSON text to a template that does not accept objects. Reasoning is left out where the template removes
+    it when later turns follow.
     """
     try:
         conversation = _Conversation(source, words, messages, tools)
@@ -118,9 +123,9 @@ def write_conversation(
     except MemoryError:
         return {"error": f"it takes more than {MEGABYTES} MB"}
     except Exception as error:  # a template is a program that may raise anything
-        accepted = _with_text_arguments(messages) if isinstance(error, TypeError) else messages
-        if accepted != messages:
-            return write_conversation(source, words, accepted, tools, prompt, answers)
+        changed = _CHANGES.get(type(error), list)(messages)
+        if changed != messages:
+            return write_conversation(source, words, changed, tools, prompt, answers)
         return {"error": str(error) or type(error).__name__}
 
 
@@ -130,6 +135,20 @@ def _with_text_arguments(value: Any) -> Any:
         texts = {"arguments": _to_json(value["arguments"])} if isinstance(value.get("arguments"), Mapping) else {}
         return {key: _with_text_arguments(inner) for key, inner in value.items()} | texts
     return [_with_text_arguments(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _with_less_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leave out the reasoning before the last question, which many templates omit. If there is none, leave out all."""
+    questions = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    end = max(questions, default=0)
+    if not any("reasoning_content" in message for message in messages[:end]):
+        end = len(messages)
+    plain = [{key: value for key, value in each.items() if key != "reasoning_content"} for each in messages[:end]]
+    return [*plain, *messages[end:]]
+
+
+_CHANGES = {TypeError: _with_text_arguments, _ChangedTurnsError: _with_less_reasoning}
+"""Changes of messages after which a template may accept them, by the error."""
 
 
 @lru_cache(8)
