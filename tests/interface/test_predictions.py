@@ -158,10 +158,12 @@ def test_a_text_file_has_one_prediction_per_line(tmp_path: Path) -> None:
     file.write_text("\r\n".join(texts), encoding="utf-8-sig")
     found = thrifty.predict(run, file)
     assert [row.example for row in found.rows] == texts and found.labels == thrifty.predict(run, texts).labels
+    file.write_text("\n".join([*texts, " ", "", ""]), encoding="utf-8")
+    assert thrifty.predict(run, file).labels == found.labels
     file.write_text("great\n \nawful\n")
     with pytest.raises(UsageError, match="line 2 is blank") as refused:
         thrifty.predict(run, file)
-    assert "grep -v" in refused.value.fix
+    assert refused.value.fix == f"delete the blank lines of {file}"
     file.write_text("great\n", encoding="utf-16")
     with pytest.raises(UsageError, match="line 1: UTF-16 text, not UTF-8 text"):
         thrifty.predict(run, file)

@@ -1,6 +1,5 @@
 """`predict`: labels of new texts or images, by the trained model of a run."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -155,7 +154,7 @@ def _read(source: Path, recipe: Recipe, objective: Objective, column: str, pair_
     if not path.is_file():
         raise UsageError(f"'{source}' does not exist", fix="pass a table, a text file or a folder of images")
     if not is_table(path):
-        return [_line(text, f"{path}, line {number}", path) for number, text in text_lines(path)]
+        return _lines(path)
     own = {"column": column, "pair_column": pair_column}
     settings = replace(recipe.data, **{name: value for name, value in own.items() if value})  # type: ignore[arg-type]
     fix = spelled("--column TEXT_COLUMN", "column='TEXT_COLUMN'")
@@ -165,12 +164,15 @@ def _read(source: Path, recipe: Recipe, objective: Objective, column: str, pair_
     return [row if len(row) > 1 else row[0] for row in rows]
 
 
-def _line(text: str, where: str, path: Path) -> str:
-    if not text.strip():
-        name = shlex.quote(str(path))
-        fix = f"grep -v '^[[:space:]]*$' {name} > texts.txt; then pass texts.txt"
-        raise UsageError(f"{where} is blank, so it has no label", fix=fix)
-    return text
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a text file without blank lines at its end."""
+    texts = [text if text.strip() else "" for _, text in text_lines(path)]
+    while texts and not texts[-1]:
+        texts.pop()
+    if "" in texts:
+        where = f"{path}, line {texts.index('') + 1}"
+        raise UsageError(f"{where} is blank, so it has no label", fix=f"delete the blank lines of {path}")
+    return texts
 
 
 def _text_fields(
