@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import random_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.model_spec import ImageModelSpec, PairModelSpec, TextModelSpec
@@ -147,11 +147,21 @@ def test_an_exported_folder_round_trips_bit_for_bit(tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("start", [(), ("<|startoftext|>",)])
-def test_exported_tokenizers_mark_captions_like_training(tmp_path, start):
+OF_BERT = "[CLS] $A [SEP]"
+
+
+@pytest.mark.parametrize(
+    ("end", "own"),
+    [("<|endoftext|>", own) for own in ("", "<bos> $A", OF_BERT, "<|startoftext|> $A")] + [("[SEP]", OF_BERT)],
+)
+def test_exported_tokenizers_mark_captions_like_training(tmp_path, end, own):
     inner = Tokenizer(models.WordLevel({"a": 0, "red": 1, "spot": 2}, unk_token="a"))  # noqa: S106 (no password)
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    inner.add_special_tokens(["<|endoftext|>", *start])
+    added = [word for word in own.split() if word != "$A"]
+    inner.add_special_tokens([end, *added])
+    if own:
+        special = [(word, inner.token_to_id(word)) for word in added]
+        inner.post_processor = processors.TemplateProcessing(own, special_tokens=special)
     inner.save(str(tmp_path / "tokenizer.json"))
     model = build_model_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrastive")
     shape = shape_for(ENDS, ModelSettings("clip-nano"))

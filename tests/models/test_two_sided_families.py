@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import AUTO, TWO_SIDED, VOCABULARY
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.recipe import ModelSettings
@@ -114,12 +114,18 @@ def test_an_exported_tokenizer_has_its_special_tokens(save, tokenizer_json, tmp_
     assert not (tmp_path / "ours" / "generation_config.json").exists()
 
 
-def test_an_exported_tokenizer_ends_and_pads_texts(save, tokenizer_json, tmp_path):
+@pytest.mark.parametrize("own", ["$A", "<bos> $A", "[CLS] $A [SEP]"])
+def test_an_exported_tokenizer_ends_and_pads_texts(save, tokenizer_json, tmp_path, own):
     ours, shape = import_folder(save(TWO_SIDED["t5-1.0"]())[0])
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    words, added = tokenizer.encode("the word").ids, [word for word in own.split() if word != "$A"]
+    tokenizer.add_special_tokens(added)
+    special = [(word, tokenizer.token_to_id(word)) for word in added]
+    tokenizer.post_processor = processors.TemplateProcessing(own, special_tokens=special)
+    tokenizer.save(str(tokenizer_json))
     export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
-    words = Tokenizer.from_file(str(tokenizer_json)).encode("the word").ids
-    assert again("the word")["input_ids"] == [*words, 0]
+    assert again("the word")["input_ids"] == [*words, 0]  # as in training, without other special tokens
     assert again(["the word", "a"], padding=True)["input_ids"][1][-1] == again.pad_token_id == again.eos_token_id == 0
     export_folder(ours, shape, tmp_path / "twice", tmp_path / "ours" / "tokenizer.json")  # ends are added once
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "twice")("the word")["input_ids"] == [*words, 0]

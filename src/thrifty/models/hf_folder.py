@@ -26,7 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = "chat_template.jinja"
 _SPELLED = {
     "bos_token": (END_OF_TEXT,),
-    "eos_token": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eos|>"),
+    "eos_token": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eos|>", "[SEP]"),
     "pad_token": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
     "mask_token": ("<mask>", "[MASK]", "<|mask|>"),
     "cls_token": ("[CLS]",),
@@ -241,18 +241,14 @@ def write_tokenizer(folder: Path, tokenizer_json: Path, length: int, task: str, 
 
 
 def _ended(tokenizer_json: Path, task: str, end: str) -> str:
-    """Return a tokenizer.json that adds the token `end` after a text, and for captions the start of text before."""
+    """Return a tokenizer.json that adds the token `end` after a text, and for captions the start of text before. It
+    adds no other token, because training does not."""
     tokenizer = Tokenizer.from_file(str(tokenizer_json))
     numbers = {word: tokenizer.token_to_id(word) for word in (START_OF_TEXT, end)}
-    added = tokenizer.encode("").ids
-    first = [START_OF_TEXT] if task == "contrastive" and numbers[START_OF_TEXT] not in (None, *added) else []
-    last = [end] if numbers[end] not in added else []
-    if first or last:
-        special = [(word, numbers[word]) for word in (*first, *last)]
-        one, two = [*first, "$A", *last], [*first, "$A", *last, "$B", *last]
-        template = processors.TemplateProcessing(one, two, special)
-        own = tokenizer.post_processor
-        tokenizer.post_processor = template if own is None else processors.Sequence([own, template])
+    first = [START_OF_TEXT] if task == "contrastive" and numbers[START_OF_TEXT] is not None else []
+    one, two = [*first, "$A", end], [*first, "$A", end, "$B", end]
+    special = [(word, numbers[word]) for word in (*first, end)]
+    tokenizer.post_processor = processors.TemplateProcessing(one, two, special)
     return tokenizer.to_str(pretty=True)
 
 
