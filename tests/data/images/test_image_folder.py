@@ -16,6 +16,7 @@ from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.images.image_arrays import open_arrays
 from thrifty.data.images.image_data import holds_images, holds_mainly_images, open_images
 from thrifty.data.images.image_folder import image_files, prepare_folder
+from thrifty.data.images.image_listing import split_folders
 from thrifty.data.train_split import DataSplit
 
 
@@ -69,6 +70,13 @@ def test_other_spellings_of_parts_are_parts(tmp_path, train, held_out):
     _, opened, _ = said_of(tmp_path / "set", held_out=0.9)
     assert {part: len(arrays) for part, arrays in opened.items()} == {DataSplit.TRAIN: 12, DataSplit.HELD_OUT: 6}
     assert opened[DataSplit.TRAIN].ends.labels == ("dark", "light")
+
+
+def test_held_out_images_are_those_of_val_or_else_of_test(tmp_path):
+    for names, used in ((("train", "eval", "dev", "test"), "test"), (("val",), "val")):
+        for name in names:
+            (tmp_path / name).mkdir()
+        assert split_folders(tmp_path)[1] == (DataSplit.HELD_OUT, tmp_path / used)
 
 
 def test_a_part_next_to_an_unknown_folder_is_no_label(tmp_path):

@@ -14,10 +14,10 @@ PART_FOLDERS = {
     "val": DataSplit.HELD_OUT,
     "valid": DataSplit.HELD_OUT,
     "validation": DataSplit.HELD_OUT,
-    "dev": DataSplit.HELD_OUT,
-    "eval": DataSplit.HELD_OUT,
     "test": DataSplit.HELD_OUT,
     "testing": DataSplit.HELD_OUT,
+    "dev": DataSplit.HELD_OUT,
+    "eval": DataSplit.HELD_OUT,
 }
 """Part that each folder name means, without case. If several folders of a part exist, the first in this order is used.
 """
