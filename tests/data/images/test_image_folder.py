@@ -79,13 +79,24 @@ def test_held_out_images_are_those_of_val_or_else_of_test(tmp_path):
         assert split_folders(tmp_path)[1] == (DataSplit.HELD_OUT, tmp_path / used)
 
 
-def test_a_part_next_to_an_unknown_folder_is_no_label(tmp_path):
-    write_folder(tmp_path / "set" / "Train", 2)
-    write_folder(tmp_path / "set" / "holdout", 2)
-    with pytest.raises(UsageError, match="Train would be among the labels, but these are names of parts"):
-        image_files(tmp_path / "set")
-    vehicles = write_folder(tmp_path / "vehicles", 2, labels=("car", "train"))  # a label of images may have the name
+def test_a_label_may_have_the_name_of_one_part(tmp_path):
+    vehicles = write_folder(tmp_path / "vehicles", 2, labels=("car", "train/steam"))
     assert {file.label for file in image_files(vehicles)} == {"car", "train"}
+    write_image(vehicles / "test" / "x.png")
+    with pytest.raises(UsageError, match="test and train would be among the labels, but these are names of parts"):
+        image_files(vehicles)
+
+
+def test_parts_without_folders_of_labels_are_refused(tmp_path):
+    flat = write_folder(tmp_path / "flat", 2, labels=("testing", "training"))
+    with pytest.raises(UsageError, match="testing and training would be among the labels") as refused:
+        image_files(flat)
+    assert "into folders such as testing/cat and put the images of training into" in refused.value.fix
+    assert len(image_files(flat, labelled=False)) == 4
+    write_folder(flat / "training", 2)
+    with pytest.raises(UsageError, match="testing and training would be among the labels") as refused:
+        image_files(flat)
+    assert refused.value.fix.startswith(f"set data.source to {flat / 'training'}; or put the images of testing into")
 
 
 def test_damaged_files_are_left_out_counted_and_named(tmp_path):

@@ -57,10 +57,10 @@ def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
             f"{folder}: {what}, and none in a folder named after a label",
             fix=f"put images into folders such as {folder.name}/cat and {folder.name}/dog",
         )
-    if misplaced := _part_names(files, labels):
+    if misplaced := _part_names(labels):
         raise UsageError(
             f"{folder}: {' and '.join(misplaced)} would be among the labels, but these are names of parts",
-            fix=f"set data.source to {folder / misplaced[0]}; or add folders for both parts: train, and val or test",
+            fix=_fix_of_parts(folder, misplaced),
         )
     if len(labels) == 1:
         raise UsageError(
@@ -70,11 +70,18 @@ def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
     return files
 
 
-def _part_names(files: Sequence[ImageFile], labels: Sequence[str]) -> list[str]:
-    """Return the labels that name a part instead: if all labels do, or if their images are in folders of labels."""
+def _part_names(labels: Sequence[str]) -> list[str]:
+    """Return the labels that name a part instead: if all labels do, or if they name both parts."""
     names = [label for label in labels if image_listing.part_of(label)]
-    direct = {file.label for file in files if printable(file.path.parent.name) == file.label}
-    return names if len(names) == len(labels) else [name for name in names if name not in direct]
+    parts = {image_listing.part_of(name) for name in names}
+    return names if len(names) == len(labels) or len(parts) == len(DataSplit) else []
+
+
+def _fix_of_parts(folder: Path, names: Sequence[str]) -> str:
+    nested = [name for name in names if image_listing.folders_in(folder / name)]
+    sort = [f"put the images of {name} into folders such as {name}/cat" for name in names if name not in nested]
+    use = [f"set data.source to {folder / name}" for name in nested[:1]]
+    return "; or ".join([*use, " and ".join(sort) or "add folders for both parts: train, and val or test"])
 
 
 def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str], None], labelled: bool = True) -> Path:
@@ -101,7 +108,7 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
 
 
 def _listed(folder: Path, labelled: bool) -> Iterator[ImageFile]:
-    for part, root in image_listing.split_folders(folder):
+    for part, root in image_listing.split_folders(folder, labelled):
         if not labelled:
             images = (path for path in sorted(root.iterdir()) if image_listing.is_image_name(path.name))
             yield from (ImageFile(path, "", part) for path in images if not path.is_dir())

@@ -68,14 +68,16 @@ def folders_in(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")}
 
 
-def split_folders(folder: Path) -> list[tuple[DataSplit | None, Path]]:
-    """Return (part, folder) pairs: the train and held-out folders, or (None, folder) if there is no split."""
+def split_folders(folder: Path, labelled: bool = False) -> list[tuple[DataSplit | None, Path]]:
+    """Return (part, folder) pairs: the train and held-out folders, or (None, folder) if there is no split. With
+    `labelled`, both parts contain folders."""
     inner = {name.casefold(): path for name, path in folders_in(folder).items()}
     parts: dict[DataSplit, Path] = {}
     for name, part in PART_FOLDERS.items():
         if name in inner:
             parts.setdefault(part, inner[name])
-    return [(part, parts[part]) for part in DataSplit] if len(parts) == len(DataSplit) else [(None, folder)]
+    is_split = len(parts) == len(DataSplit) and (not labelled or all(map(folders_in, parts.values())))
+    return [(part, parts[part]) for part in DataSplit] if is_split else [(None, folder)]
 
 
 def folder_state(paths: Iterable[Path]) -> str:
