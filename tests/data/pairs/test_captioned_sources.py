@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
+from thrifty.data.images import image_listing
 from thrifty.data.images.image_arrays import open_arrays
 from thrifty.data.pairs.captioned_arrays import clean_caption, read_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
@@ -207,6 +208,18 @@ def test_parts_of_a_captioned_source_are_used(tmp_path):
     with pytest.raises(UsageError, match=r"line 5: 'split' is 'tset'") as refused:
         prepared(write_rows(tmp_path / "rows" / "all.jsonl", rows))
     assert "test" in refused.value.fix
+
+
+def test_a_cached_folder_belongs_to_its_known_parts(tmp_path, monkeypatch):
+    for part, first in (("train", 0), ("val", 8)):
+        for path in write_images(tmp_path / part, 4, first):
+            path.with_suffix(".txt").write_text("x")
+    source = open_captioned(str(tmp_path), "")
+    before = source.identity()
+    assert source.identity() == before
+    known = {name: part for name, part in image_listing.PART_FOLDERS.items() if name != "val"}
+    monkeypatch.setattr(image_listing, "PART_FOLDERS", known)  # as in a version that does not know the name
+    assert source.identity() != before
 
 
 def test_incomplete_pairs_are_counted_and_named(tmp_path):

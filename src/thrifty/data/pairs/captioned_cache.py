@@ -22,7 +22,7 @@ from thrifty.data.prepared_cache import cache_key, open_or_build, read_manifest,
 from thrifty.data.skipped_files import SkippedFiles, printable
 from thrifty.data.train_split import DataSplit
 
-FORMAT = 2
+FORMAT = 1
 
 
 def prepare_captioned(source: CaptionedSource, settings: DataSettings, side: int, say: Callable[[str], None]) -> Path:

@@ -104,7 +104,8 @@ class CaptionedFolder:
 
     def identity(self) -> str:
         outside = (path for table in self._tables() for path in table_paths(table, self.column))
-        return folder_state([self.path.absolute(), *files_below(self.path), *outside])
+        parts = "/".join(root.name for part, root in split_folders(self.path) if part)
+        return folder_state([self.path.absolute(), *files_below(self.path), *outside]) + parts
 
     def _tables(self) -> Iterator[Path]:
         yield from (table for _, root in split_folders(self.path) if (table := _table_in(root)))
