@@ -84,6 +84,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(desk: CommandLine, finished: 
     assert desk.records("stopped", "evaluation")[-1] == evaluated[-1]
 
 
+def test_a_continued_run_normalizes_as_before(desk: CommandLine, finished: dict[str, Any]) -> None:
+    stated = shutil.copytree(desk.run("digits"), desk.run("older")) / "images.json"
+    stated.write_text(json.dumps(json.loads(stated.read_text()) | {"mean": [0.5], "std": [0.25]}))
+    desk("resume", "older", "--fork", "newer", "--set", "budget.steps=8")
+    desk("resume", "older", "--budget", "+1steps")
+    for name in ("older", "newer"):
+        kept = json.loads((desk.run(name) / "images.json").read_text())
+        assert (kept["mean"], kept["std"]) == ([0.5], [0.25])
+
+
 def test_an_exported_model_predicts_the_same_in_transformers(desk: CommandLine, finished: dict[str, Any]) -> None:
     desk("export", "digits", "out")
     assert sorted(path.name for path in (desk.folder / "out").iterdir()) == [

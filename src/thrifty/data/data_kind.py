@@ -24,6 +24,8 @@ class DataRequest:
     """Side of the model's images in pixels; None if any size is possible."""
     patch_side: Callable[[ImageModelSpec], int | None]
     """Function that returns the side of a patch of the model in pixels, for images of these sizes."""
+    normalized_as: Callable[[ImageModelSpec], ImageModelSpec]
+    """Function that returns images with the normalization that the weights of the model expect."""
     say: Callable[[str], None]
     """Function that prints a message."""
     model_config: Callable[[], Mapping[str, Any]] = dict

@@ -1,7 +1,6 @@
 """Metadata files of a run folder for inference: a tokenizer, labels and image sizes."""
 
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -67,16 +66,22 @@ def read_model_spec(folder: Path, recipe: Recipe) -> ModelSpec:
 
     Raises IntegrityError for damaged metadata, and UsageError for a folder without metadata.
     """
-    path = folder / LABELS
-    images = path.is_file()
+    images = read_image_spec(folder)
     if images and not (folder / TOKENIZER).is_file():
-        return _read(path, ImageModelSpec)
+        return images
     if (labelled := folder / TEXT_LABELS).is_file():
         return _read(labelled, TextModelSpec)
     if recipe.python.data and not (folder / TOKENIZER).exists():
         return UserModelSpec()
     text = TextModelSpec(read_tokenizer(folder / TOKENIZER).vocabulary, recipe.data.length)
-    return PairModelSpec(_read(path, ImageModelSpec), text) if images else text
+    return PairModelSpec(images, text) if images else text
+
+
+def read_image_spec(folder: Path) -> ImageModelSpec | None:
+    """Return the images of the model in a run folder; None for a model without images. Raises IntegrityError for
+    damaged metadata."""
+    path = folder / LABELS
+    return _read(path, ImageModelSpec) if path.is_file() else None
 
 
 def refuse_other_tokenizer(before: Mapping[str, str], now: Mapping[str, str], old: Path) -> None:
@@ -85,22 +90,6 @@ def refuse_other_tokenizer(before: Mapping[str, str], now: Mapping[str, str], ol
         raise UsageError(
             "the fork has another tokenizer than the old run, so token ids would change their meaning",
             fix=f"--set data.tokenizer={(old / TOKENIZER).resolve()}",
-        )
-
-
-def refuse_other_normalization(run: Path, recipe: Recipe, ends: ModelSpec) -> None:
-    """Raise IntegrityError if images with the outputs `ends` are normalized in another way than in the run folder."""
-    images, path = ends.images if isinstance(ends, PairModelSpec) else ends, run / LABELS
-    if not isinstance(images, ImageModelSpec) or not path.is_file():
-        return
-    before = _read(path, ImageModelSpec)
-    if (before.mean, before.std) != (images.mean, images.std):
-        settings = shlex.quote(str(Path(recipe.model.folder) / "preprocessor_config.json"))
-        keep = f"; or keep the old values with: mv {settings} {settings}.unused" if recipe.model.folder else ""
-        raise IntegrityError(
-            f"'{run}' normalizes images by the mean {before.mean} and the deviation {before.std}, but would continue "
-            f"with {images.mean} and {images.std}",
-            fix=f"start a new run{keep}",
         )
 
 

@@ -125,7 +125,7 @@ def _recorded(
 
 def _of_run(run: Path, examples: int, objects: UserObjects) -> AttentionTrace:
     model, recipe = load_trained_model(run, plain=False, objects=objects)
-    objective, opened = open_examples(recipe)
+    objective, opened = open_examples(recipe, run=run)
     about = {"run": run.name, "data": str(recipe.data.source), "objective": recipe.objective.name}
     about["examples"] = str(examples)
     return record_attention(model, opened.held_out.batches(examples, examples), objective.predict, about, run.name)

@@ -310,7 +310,7 @@ def held_out_losses(run: Any, traces: Sequence[AttentionTrace], objects: UserObj
             f"the trace belongs to {traced or 'no run'!r}, not to {folder.name!r}", fix=f"thrifty trace {folder}"
         )
     model, recipe = load_trained_model(folder, plain=False, objects=objects)
-    objective, opened = open_examples(recipe)
+    objective, opened = open_examples(recipe, run=folder)
     count = int(traces[0].provenance["examples"])
 
     def loss() -> float:

@@ -17,7 +17,6 @@ from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.data.images.image_data import open_images
 from thrifty.data.pairs.caption_rows import caption_rows
 from thrifty.data.pairs.pair_data import PairData
-from thrifty.data.run_metadata import refuse_other_normalization
 from thrifty.data.train_split import DataSplit
 from thrifty.interface.loaded_model import own_model
 from thrifty.interface.progress import progress
@@ -100,8 +99,7 @@ def retrieve(
             fix="pass a contrastive run, such as a run of the recipe flip-emoji",
         )
     device = choose_device(recipe.device)
-    data: PairData = open_examples(recipe)[1]  # type: ignore[assignment]
-    refuse_other_normalization(path, recipe, data.ends)
+    data: PairData = open_examples(recipe, run=path)[1]  # type: ignore[assignment]
     held_out = data.held_out
     vectors = embed_pairs(trained.to(device), held_out.batches(len(held_out), BATCH), device)
     recalls, chance = retrieval(*vectors), chance_retrieval(vectors[2])

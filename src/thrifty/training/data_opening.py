@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from thrifty.core.recipe import Recipe
 from thrifty.data.chat.chat_data import Chats
 from thrifty.data.data_kind import DataKind, DataRequest, refuse_other_data
 from thrifty.data.images.image_data import Images
+from thrifty.data.images.pretrained_normalization import normalized_for
 from thrifty.data.pairs.pair_data import ImagesWithCaptions
 from thrifty.data.run_data import RunData
 from thrifty.data.text.labelled_data import LabelledTexts, has_texts
@@ -30,8 +32,11 @@ DATA_KINDS: dict[str, DataKind] = {
 """Kinds of data by name, the most special first."""
 
 
-def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) -> tuple[Objective, RunData]:
-    """Return the objective and the data of a recipe, with all held-out examples."""
+def open_examples(
+    recipe: Recipe, say: Callable[[str], None] = print_to_stderr, run: Path | None = None
+) -> tuple[Objective, RunData]:
+    """Return the objective and the data of a recipe, with all held-out examples. Images are normalized as in `run`, the
+    folder of the run with the weights."""
     recipe.refuse_missing_objects("data", "held_out", "loss", "collate", "metrics")
     settings, objective = recipe.data, chosen_objective(recipe.objective)
     kinds = [DATA_KINDS[name] for name in objective.learns_from]
@@ -69,11 +74,16 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
         say("accuracy is the only metric: F1 needs scikit-learn (pip install 'thrifty[metrics]')")
     side = own_sizes(recipe.model)[0] if kind.is_visual else None
     patch = partial(patch_side_in, recipe)
-    return kind.open(DataRequest(recipe, objective, side, patch, say, partial(folder_config, recipe.model)))
+    normalized_as = partial(normalized_for, recipe.model, run)
+    config = partial(folder_config, recipe.model)
+    return kind.open(DataRequest(recipe, objective, side, patch, normalized_as, say, config))
 
 
-def open_first_on_rank_0(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:
-    """Open the data on rank 0, then on the remaining ranks. Rank 0 prepares the data and reports missing parts."""
+def open_first_on_rank_0(
+    recipe: Recipe, say: Callable[[str], None], run: Path | None = None
+) -> tuple[Objective, RunData]:
+    """Open the data like `open_examples` on rank 0, then on the remaining ranks. Rank 0 prepares the data and reports
+    missing parts."""
     objects = recipe.objects
 
     def opened_by(say: Callable[[str], None]) -> tuple[Objective, RunData]:
@@ -84,7 +94,7 @@ def open_first_on_rank_0(recipe: Recipe, say: Callable[[str], None]) -> tuple[Ob
                     f"metrics= was passed, but the objective {recipe.objective.name} has its own metrics",
                     fix="leave metrics out; or pass loss=, a function of (model, batch)",
                 )
-            objective, data = open_examples(recipe, say)
+            objective, data = open_examples(recipe, say, run)
             if objects.loss:
                 objective = objective_of(objects.loss, _fields, objects.metrics, data.example_unit)
             return objective, data

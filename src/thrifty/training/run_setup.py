@@ -78,11 +78,16 @@ def _ignore(text: str) -> None:
 
 
 def prepare_run(
-    recipe: Recipe, steps: int | None = None, quiet: bool = False, phase: Callable[[str], None] = _ignore
+    recipe: Recipe,
+    steps: int | None = None,
+    quiet: bool = False,
+    phase: Callable[[str], None] = _ignore,
+    before: Path | None = None,
 ) -> PreparedRun:
     """Open the data and compose the run. Raise UsageError if an object that the recipe names was not passed. `steps` is
     the number of steps of a resumed run; by default the recipe's budget determines it. For a budget in seconds, some
-    real steps are timed. `phase` is called with a text at the start of each phase."""
+    real steps are timed. `phase` is called with a text at the start of each phase. `before` is the folder of the run
+    that continues."""
     began = _command_start()
     recipe.refuse_missing_objects()
     device, model = choose_device(recipe.device), recipe.objects.model
@@ -94,7 +99,7 @@ def prepare_run(
     if ranks() > 1:
         mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)
     phase("opening the data")
-    objective, data = open_first_on_rank_0(recipe, _ignore if quiet else print_to_stderr)
+    objective, data = open_first_on_rank_0(recipe, _ignore if quiet else print_to_stderr, before)
 
     is_folder = model is None and bool(recipe.model.folder) and not recipe.model.reinitialize
     is_trained = is_folder or isinstance(model, nn.Module)

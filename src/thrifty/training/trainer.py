@@ -19,7 +19,6 @@ from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.user_sources import reference
-from thrifty.data.run_metadata import refuse_other_normalization
 from thrifty.recipes.data_parallelism import with_data_parallelism
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data
 from thrifty.recipes.short_budgets import without_slow_start
@@ -222,7 +221,7 @@ def _resume(
         sealed = saved.scalars.get("records") if rank() == 0 else None  # checkpoints of earlier versions have none
         return [*saved.notices, *(folder.damage_of_records(sealed) if sealed else [])]
 
-    prepared = prepare_run(recipe, lengths[0].steps, display.quiet, display.phase)
+    prepared = prepare_run(recipe, lengths[0].steps, display.quiet, display.phase, folder.path)
     for length in lengths[1:]:
         prepared.run.change_length(length.steps, length.step)
     if other := [name for name, sha256 in saved.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
@@ -231,7 +230,6 @@ def _resume(
             f"{source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
             fix="restore the old data; or start a new run on the new data",
         )
-    refuse_other_normalization(folder.path, recipe, prepared.data.ends)
     if extension:
         amount, before = read_extension(extension), prepared.run.steps
         counters = saved.scalars["counters"]
@@ -318,7 +316,7 @@ def _fork(
     with claim_run_folder(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
         if process_group_sync().run_first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
             return (yield from _resume(folder, recipe, origins, display, observers))
-        prepared = prepare_run(recipe, quiet=display.quiet, phase=display.phase)
+        prepared = prepare_run(recipe, quiet=display.quiet, phase=display.phase, before=old)
         if prepared.run.steps <= saved.step:
             raise UsageError(
                 f"the budget of {prepared.run.steps} steps is used up: '{old}' has made {saved.step}",

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from thrifty.data.images.augmentation import augment
 from thrifty.data.images.digits import DigitImages
 from thrifty.data.images.image_arrays import normalized
 from thrifty.data.images.image_data import open_images
-from thrifty.data.run_metadata import read_model_spec, refuse_other_normalization
+from thrifty.data.images.pretrained_normalization import normalized_for
+from thrifty.data.run_metadata import image_metadata, read_model_spec
 from thrifty.data.train_split import DataSplit
 from thrifty.kernels.example_rng import example_keys
 from thrifty.kernels.image_resizing import resize
@@ -157,8 +159,9 @@ def base(tmp_path):
     return write
 
 
-def normalized_by(model):
-    data = open_images(DataSettings(source="digits", batch=16), 0, None, print, model=model)
+def normalized_by(model, run=None):
+    data_settings = DataSettings(source="digits", batch=16)
+    data = open_images(data_settings, 0, None, print, normalized_as=partial(normalized_for, model, run))
     return data.ends.mean[0], data.ends.std[0], data
 
 
@@ -176,7 +179,7 @@ def test_images_are_normalized_as_for_pretrained_weights(base):
 
 
 def test_images_keep_their_own_statistics_otherwise(base):
-    own = normalized_by(None)[:2]
+    own = opened().ends.mean[0], opened().ends.std[0]
     stated = {"image_mean": [0.5], "image_std": [0.25]}
     assert normalized_by(replace(base(**stated), reinitialize=True))[:2] == own
     assert normalized_by(base(image_mean=[0.5] * 3, image_std=[0.5] * 3))[:2] == own  # of other channels
@@ -187,12 +190,12 @@ def test_images_keep_their_own_statistics_otherwise(base):
             normalized_by(base(**wrong))
 
 
-def test_a_run_does_not_continue_with_another_normalization(base, tmp_path):
-    data = opened()
-    for name, written in data.metadata().items():
+def test_images_are_normalized_as_in_their_run(base, tmp_path):
+    before = replace(opened().ends, mean=(0.1,), std=(0.2,))
+    for name, written in image_metadata(before).items():
         (tmp_path / name).write_text(written)
-    recipe = Recipe(model=base(image_mean=[0.5], image_std=[0.25]))
-    refuse_other_normalization(tmp_path, recipe, data.ends)
-    with pytest.raises(IntegrityError, match="would continue with") as refused:
-        refuse_other_normalization(tmp_path, recipe, normalized_by(recipe.model)[2].ends)
-    assert "mv " in refused.value.fix
+    model = base(image_mean=[0.5], image_std=[0.25])
+    assert normalized_by(model, tmp_path)[2].ends == before
+    for name, written in image_metadata(replace(before, channels=3, mean=(0.1,) * 3, std=(0.2,) * 3)).items():
+        (tmp_path / name).write_text(written)
+    assert normalized_by(model, tmp_path)[:2] == (0.5, 0.25)

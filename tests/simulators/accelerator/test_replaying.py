@@ -93,7 +93,7 @@ def test_attention_other_than_softmax_is_refused(
     batches = SimpleNamespace(batches=lambda *count: [X])
     here = "thrifty.interface.design_comparison"
     monkeypatch.setattr(f"{here}.run_folder", lambda run: run)
-    monkeypatch.setattr(f"{here}.open_examples", lambda recipe: (None, SimpleNamespace(held_out=batches)))
+    monkeypatch.setattr(f"{here}.open_examples", lambda recipe, run: (None, SimpleNamespace(held_out=batches)))
     monkeypatch.setattr(f"{here}.held_out_loss", lambda model, _, x, device: spread(model(x[0])))
     trace = AttentionTrace("mine", TRACE.layers, {"run": "mine", "examples": "3"})
 

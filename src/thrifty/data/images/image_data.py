@@ -13,7 +13,7 @@ from thrifty.core.batches import BatchSource
 from thrifty.core.errors import UsageError
 from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.objective import Objective
-from thrifty.core.recipe import AugmentationSettings, DataSettings, ModelSettings
+from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.catalogue import CatalogueEntry, entries
 from thrifty.data.data_cache import file_sha256
 from thrifty.data.data_kind import DataKind, DataRequest
@@ -25,7 +25,6 @@ from thrifty.data.images.image_arrays import ChannelStatistics, ImageArrays, nor
 from thrifty.data.images.image_folder import prepare_folder
 from thrifty.data.images.image_listing import has_image_files, image_share
 from thrifty.data.images.image_previews import input_pictures, picture
-from thrifty.data.images.pretrained_normalization import normalized_for
 from thrifty.data.prepared_cache import read_manifest, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import image_metadata
@@ -153,12 +152,12 @@ def open_images(
     side: int | None,
     say: Callable[[str], None],
     labelled: bool = True,
-    model: ModelSettings | None = None,
+    normalized_as: Callable[[ImageModelSpec], ImageModelSpec] = lambda ends: ends,
 ) -> ImageData:
     """Open the images of a recipe. The first time, images of a folder are decoded into the cache.
 
     `side` is the default size in pixels for images of a folder. Without `labelled`, labels are optional and not
-    returned. Images are normalized for the pretrained weights of `model`, if it has any. Raises UsageError for an
+    returned. `normalized_as` returns a specification with another mean and standard deviation. Raises UsageError for an
     invalid source or setting, and for fewer images than one batch.
     """
     if settings.tokenizer:
@@ -167,8 +166,7 @@ def open_images(
     parts, identity, facts = _open(settings, settings.size or side, say, labelled)
     if not labelled:
         parts = {part: arrays.unlabelled() for part, arrays in parts.items()}
-    if model is not None:
-        parts = {part: replace(arrays, ends=normalized_for(model, arrays.ends)) for part, arrays in parts.items()}
+    parts = {part: replace(arrays, ends=normalized_as(arrays.ends)) for part, arrays in parts.items()}
     train, held_out = (parts[part] for part in DataSplit)
     refuse_less_than_a_batch(settings, len(train), f"has {len(train)} images")
     labels = train.ends.labels
@@ -254,6 +252,6 @@ class Images(DataKind):
     def open(self, request: DataRequest) -> tuple[Objective, ImageData]:
         recipe = request.recipe
         labelled = request.objective.needs_labels
-        data = open_images(recipe.data, recipe.seed, request.image_side, request.say, labelled, recipe.model)
+        data = open_images(recipe.data, recipe.seed, request.image_side, request.say, labelled, request.normalized_as)
         objective = request.objective.with_patch_size(request.patch_side(data.ends))
         return objective, replace(data, held_out=data.held_out.shaped(objective.examples))

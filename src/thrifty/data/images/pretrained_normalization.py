@@ -1,4 +1,4 @@
-"""Normalization of images as for a pretrained model, by the settings of its image processor."""
+"""Normalization of images as for trained weights: of a run, or of a pretrained model by its image processor."""
 
 import json
 from dataclasses import replace
@@ -8,16 +8,21 @@ from thrifty.core.errors import IntegrityError
 from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.data.images.image_arrays import BRIGHTEST
+from thrifty.data.run_metadata import read_image_spec
 
 PROCESSOR = "preprocessor_config.json"
 
 
-def normalized_for(model: ModelSettings, ends: ImageModelSpec) -> ImageModelSpec:
-    """Return `ends` with the mean and standard deviation that the pretrained weights of a model expect.
+def normalized_for(model: ModelSettings, run: Path | None, ends: ImageModelSpec) -> ImageModelSpec:
+    """Return `ends` with the mean and standard deviation that trained weights expect.
 
-    Without such weights, and for a folder without these values for the channels, return `ends`. Raises IntegrityError
-    for damaged settings.
+    The weights are those of `run`, the folder of a run that is used again, otherwise the pretrained weights of `model`.
+    Without such weights, and without these values for the channels, return `ends`. Raises IntegrityError for damaged
+    settings.
     """
+    before = run and read_image_spec(run)
+    if before and before.channels == ends.channels:
+        return replace(ends, mean=before.mean, std=before.std)
     file = Path(model.folder) / PROCESSOR
     if not model.folder or model.reinitialize or not file.is_file():
         return ends

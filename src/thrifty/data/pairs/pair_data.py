@@ -14,9 +14,9 @@ from torch import Tensor
 
 from thrifty.core.batches import BatchSource, ExampleIndex
 from thrifty.core.errors import RefusedError, UsageError, did_you_mean
-from thrifty.core.model_spec import PairModelSpec, TextModelSpec
+from thrifty.core.model_spec import ImageModelSpec, PairModelSpec, TextModelSpec
 from thrifty.core.objective import Objective
-from thrifty.core.recipe import AugmentationSettings, DataSettings, ModelSettings
+from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.catalogue import entries
 from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochsByKey, HeldOutByKey, fingerprint
@@ -24,7 +24,6 @@ from thrifty.data.fetched_sets import read_origin
 from thrifty.data.images.image_arrays import ImageArrays, normalized, open_arrays
 from thrifty.data.images.image_data import known_side
 from thrifty.data.images.image_previews import input_pictures
-from thrifty.data.images.pretrained_normalization import normalized_for
 from thrifty.data.pairs.caption_rows import CaptionRows, open_captions, prepare_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
 from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
@@ -141,7 +140,7 @@ def open_image_pairs(
     seed: int,
     side: int | None,
     say: Callable[[str], None],
-    model: ModelSettings | None = None,
+    normalized_as: Callable[[ImageModelSpec], ImageModelSpec] = lambda ends: ends,
 ) -> PairData:
     """Open the images with captions of a recipe. The first time, images are decoded and captions tokenized.
 
@@ -154,11 +153,11 @@ def open_image_pairs(
     _refuse_settings(settings)
     folder, identity, facts = _open(settings, settings.size or side, say)
     prepared = prepare_captions(folder, settings, settings.source, say)
-    images = open_arrays(folder, settings.size)
-    if model is not None:
-        images = {part: replace(arrays, ends=normalized_for(model, arrays.ends)) for part, arrays in images.items()}
     parts = {
-        part: CaptionedImages(arrays, open_captions(prepared, part, settings.length)) for part, arrays in images.items()
+        part: CaptionedImages(
+            replace(arrays, ends=normalized_as(arrays.ends)), open_captions(prepared, part, settings.length)
+        )
+        for part, arrays in open_arrays(folder, settings.size).items()
     }
     train = parts[DataSplit.TRAIN]
     refuse_less_than_a_batch(settings, len(train), f"has {len(train)} images")
@@ -215,5 +214,5 @@ class ImagesWithCaptions(DataKind):
 
     def open(self, request: DataRequest) -> tuple[Objective, PairData]:
         objective, recipe = request.objective, request.recipe
-        data = open_image_pairs(recipe.data, recipe.seed, request.image_side, request.say, recipe.model)
+        data = open_image_pairs(recipe.data, recipe.seed, request.image_side, request.say, request.normalized_as)
         return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
