@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from labelled_texts import OUTPUTS, ROWS, save_model, write_csv, write_jsonl
+from tokenizers import Tokenizer, normalizers
 
 import thrifty
 from thrifty.core.errors import UsageError
@@ -134,6 +135,25 @@ def test_exports_of_text_runs_keep_settings_of_their_base(tmp_path: Path, kind: 
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
     assert model.generation_config.temperature == 0.6 and model.generation_config.eos_token_id == [2, 3]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_ids_of_the_base_are_not_for_another_tokenizer(tmp_path: Path, kind: str) -> None:
+    base = save_model(tmp_path / "base", kind, "AutoModelForCausalLM")
+    stated = {"temperature": 0.6, "do_sample": True, "pad_token_id": 900, "suppress_tokens": [901]}
+    (base / "generation_config.json").write_text(json.dumps(stated))
+    (tmp_path / "text.txt").write_text("a great film with actors and fine film. " * 4000)
+    other = Tokenizer.from_file(str(base / "tokenizer.json"))
+    other.normalizer = normalizers.Lowercase()
+    other.save(str(tmp_path / "tokenizer.json"))
+    settings = {"data.length": 16, "data.tokenizer": str(tmp_path / "tokenizer.json")}
+    run = thrifty.train(
+        base, tmp_path / "text.txt", budget=1, batch=2, settings=settings, runs=tmp_path / "runs", quiet=True
+    )
+    thrifty.export(run, tmp_path / "out")
+    exported = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert not exported.keys() & stated.keys()
+    assert exported["eos_token_id"] == other.token_to_id("[SEP]")
 
 
 @pytest.mark.parametrize("objective", sorted(ROWS))

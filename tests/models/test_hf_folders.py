@@ -94,10 +94,14 @@ def test_weights_have_the_permissions_of_their_folder(mask, mode, save, tokenize
 def test_generation_of_an_export_stops_at_its_end_token(base, exported, save, tokenizer_json, tmp_path):
     folder, theirs = save(ARCHITECTURES["llama"]())
     theirs.generation_config.eos_token_id = base
+    theirs.generation_config.pad_token_id = 9
     theirs.generation_config.save_pretrained(folder)
-    export_model(load_causal_lm(folder), None, tmp_path / "ours", tokenizer_json)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert again.generation_config.eos_token_id == exported
+    for name, kept in (("ours", folder), ("other", None)):
+        export_model(load_causal_lm(folder), None, tmp_path / name, tokenizer_json, base=kept)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").generation_config
+    assert (again.eos_token_id, again.pad_token_id) == (exported, 9)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "other").generation_config  # another tokenizer
+    assert (again.eos_token_id, again.pad_token_id) == (0, None)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "opt", "gemma2"])

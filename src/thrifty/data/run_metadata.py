@@ -9,7 +9,7 @@ from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec, UserModelSpec
 from thrifty.core.recipe import Recipe
 from thrifty.data.catalogue import use_model_tokenizer
-from thrifty.data.tokenizer import TOKENIZER, read_tokenizer
+from thrifty.data.tokenizer import TOKENIZER, TextTokenizer, read_tokenizer
 
 Spec = TypeVar("Spec", ImageModelSpec, TextModelSpec)
 
@@ -42,10 +42,7 @@ def tokenizer_settings(recipe: Recipe, metadata: Mapping[str, str]) -> dict[str,
     if (own := metadata.get(TOKENIZER)) is None:
         return {}
     path = Path(use_model_tokenizer(recipe.data, recipe.model).tokenizer).expanduser()
-    if not path.is_file():
-        return {}
-    tokenizer = read_tokenizer(path)
-    if tokenizer.files()[TOKENIZER] != own:
+    if (tokenizer := unchanged_tokenizer(path, own)) is None:
         return {}
     config, template = path.with_name(TOKENIZER_CONFIG), path.with_name(CHAT_TEMPLATE)
     try:
@@ -59,6 +56,15 @@ def tokenizer_settings(recipe: Recipe, metadata: Mapping[str, str]) -> dict[str,
     if kept:
         files[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **kept}, indent=2) + "\n"
     return files
+
+
+def unchanged_tokenizer(path: Path, own: str) -> TextTokenizer | None:
+    """Return the tokenizer in a file if a run with the tokenizer `own`, as text, has read it; otherwise None."""
+    try:
+        tokenizer = read_tokenizer(path)
+    except UsageError:  # without an end-of-text token, for example
+        return None
+    return tokenizer if tokenizer.files()[TOKENIZER] == own else None
 
 
 def read_model_spec(folder: Path, recipe: Recipe) -> ModelSpec:

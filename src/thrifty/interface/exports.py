@@ -14,7 +14,7 @@ from thrifty.core.plain_values import to_data
 from thrifty.core.recipe import Recipe
 from thrifty.core.run_notes import collect_notes
 from thrifty.core.user_objects import BuildModel
-from thrifty.data.run_metadata import read_model_spec
+from thrifty.data.run_metadata import read_model_spec, unchanged_tokenizer
 from thrifty.data.tokenizer import TOKENIZER
 from thrifty.experiments.mask_export import export_masks
 from thrifty.interface.loaded_model import own_model
@@ -139,8 +139,10 @@ def _write(
         export_model(trained, shape, target, dtype=number_format, images=ends)
     else:
         images = ends.images if isinstance(ends, PairModelSpec) else None
-        tokenizer = None if isinstance(ends, UserModelSpec) else run / "tokenizer.json"
+        tokenizer = None if isinstance(ends, UserModelSpec) else run / TOKENIZER
         base = Path(recipe.model.folder) if folder_config(recipe.model) else None
+        if base and tokenizer and not unchanged_tokenizer(base / TOKENIZER, tokenizer.read_text(encoding="utf-8")):
+            base = None  # its generation settings have ids of other tokens
         export_model(trained, shape, target, tokenizer, number_format, images, base)
 
 

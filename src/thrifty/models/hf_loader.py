@@ -174,9 +174,11 @@ def export_wrapped(
     tokenizer_json: Path | None = None,
     dtype: torch.dtype = torch.float32,
     processor: Mapping[str, Any] | None = None,
+    keeps_generation: bool = False,
 ) -> None:
     """Write the model's folder with `save_pretrained`, and its tokenizer, or the settings of its image `processor`.
-    After an error no folder remains."""
+    `keeps_generation` is True if the generation settings of the model are for this tokenizer. After an error no folder
+    remains."""
     lm = pad_pruned_transformers(model.lm) if is_pruned(model) else model.lm
     values = {
         name: value.to("cpu", dtype if value.is_floating_point() else value.dtype)
@@ -195,7 +197,7 @@ def export_wrapped(
             for name, number in ids.items():
                 setattr(config, name, number)
             if (generation := aside / "generation_config.json").is_file():
-                write_json(generation, generation_settings(read_json(generation), ids))
+                write_json(generation, generation_settings(read_json(generation) if keeps_generation else {}, ids))
             length, types = (getattr(config, name, None) for name in ("max_position_embeddings", "type_vocab_size"))
             write_tokenizer(aside, tokenizer_json, length or 1024, model.task, types or 0)
         if processor is not None:

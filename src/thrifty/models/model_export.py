@@ -35,7 +35,7 @@ def export_model(
     base: Path | None = None,
 ) -> None:
     """Write a model of `build_model_for` as a Hugging Face folder, see `export_folder`. Adapters must already be
-    merged. The generation settings of the folder `base` are kept."""
+    merged. The generation settings of `base`, a folder with the same tokenizer, are kept."""
     if isinstance(model, ContrastiveModel) and shape is not None:
         if is_pruned(model):
             raise RefusedError(
@@ -75,7 +75,8 @@ def export_model(
         raise RefusedError(
             f"a {class_name(model)} has no Hugging Face format", fix="use thrifty.models.export_own_model"
         )
-    export_wrapped(model, folder, tokenizer_json, dtype, image_processor(images) if images else None)
+    processor = image_processor(images) if images else None
+    export_wrapped(model, folder, tokenizer_json, dtype, processor, keeps_generation=base is not None)
 
 
 def export_own_model(
