@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from thrifty.core.errors import UsageError
-from thrifty.data.tokenizer import END_OF_TEXT, read_tokenizer, train_tokenizer
+from thrifty.core.tokenizer_files import END_OF_TEXT
+from thrifty.data.tokenizer import read_tokenizer, train_tokenizer
 
 TEXTS = [f"the whale {number} swam past the harbour, {number * 7 % 13} times at dawn" for number in range(300)]
 TRAINED = train_tokenizer(TEXTS, 400)

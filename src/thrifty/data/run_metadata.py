@@ -8,6 +8,7 @@ from typing import TypeVar
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec, UserModelSpec
 from thrifty.core.recipe import Recipe
+from thrifty.core.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from thrifty.data.catalogue import use_model_tokenizer
 from thrifty.data.tokenizer import TOKENIZER, TextTokenizer, read_tokenizer
 
@@ -15,7 +16,6 @@ Spec = TypeVar("Spec", ImageModelSpec, TextModelSpec)
 
 LABELS = "images.json"
 TEXT_LABELS = "labels.json"
-TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 KEPT_SETTINGS = (
     "bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "cls_token", "sep_token", "chat_template",
     "padding_side", "truncation_side", "clean_up_tokenization_spaces",

@@ -7,11 +7,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from thrifty.core.errors import UsageError
+from thrifty.core.tokenizer_files import END_OF_TEXT, KNOWN_ENDS
 
-END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
-KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eos|>", "[SEP]")
-"""End-of-text tokens of known tokenizers, in order of preference."""
 SMALLEST = 257
 """Minimum vocabulary: 256 bytes and the end-of-text token."""
 LARGEST = 1 << 22

@@ -7,9 +7,10 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.tokenizer_files import KNOWN_ENDS
 from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
-from thrifty.data.tokenizer import KNOWN_ENDS, read_tokenizer, read_tokenizer_file
+from thrifty.data.tokenizer import read_tokenizer, read_tokenizer_file
 from thrifty.models import model_shape
 from thrifty.models.hf_loader import load_causal_lm
 from thrifty.models.text_generation import check_task, context_limit

@@ -15,6 +15,7 @@ from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.plain_values import to_data
 from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact, redact_text
+from thrifty.core.tokenizer_files import TOKENIZER_CONFIG
 from thrifty.data.run_metadata import read_model_spec
 from thrifty.recipes.recipe_toml import write_recipe
 from thrifty.reporting.key_figures import key_figures
@@ -172,7 +173,7 @@ def _loading(folder: Path, recipe: Recipe) -> str:
         )
     kind = (json.loads(config.read_bytes()).get("architectures") or ["AutoModel"])[0]
     lines = [f"from transformers import {kind}", "", f'model = {kind}.from_pretrained("{folder.name}")']
-    if (folder / "tokenizer_config.json").is_file():
+    if (folder / TOKENIZER_CONFIG).is_file():
         lines[0] = f"from transformers import AutoTokenizer, {kind}"
         lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{folder.name}")')
     return "\n".join(lines)

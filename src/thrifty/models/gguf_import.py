@@ -15,9 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from thrifty.models.families import FAMILIES
 from thrifty.models.hf_config import write_config
-from thrifty.models.hf_folder import CHAT_TEMPLATE, write_json, write_weights, written_aside
+from thrifty.models.hf_folder import write_json, write_weights, written_aside
 from thrifty.models.model_config import ModelConfig
 
 SPELLED = {
@@ -64,7 +65,7 @@ def convert_gguf(file: Path, folder: Path) -> ModelConfig:
         tokenizer.save(str(aside / "tokenizer.json"))
         words = {part: word for part, (word, _) in special.items()}
         kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.length}
-        write_json(aside / "tokenizer_config.json", kind | words | {"clean_up_tokenization_spaces": False})
+        write_json(aside / TOKENIZER_CONFIG, kind | words | {"clean_up_tokenization_spaces": False})
         if template := settings.get("tokenizer.chat_template"):
             (aside / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     return shape

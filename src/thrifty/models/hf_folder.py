@@ -20,13 +20,18 @@ from torch import Tensor
 
 from thrifty.core.atomic_folders import write_aside
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
+from thrifty.core.tokenizer_files import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    KNOWN_ENDS,
+    START_OF_TEXT,
+    TOKENIZER_CONFIG,
+    joins_words,
+)
 
-START_OF_TEXT = "<|startoftext|>"
-END_OF_TEXT = "<|endoftext|>"
-CHAT_TEMPLATE = "chat_template.jinja"
 _SPELLED = {
     "bos_token": (END_OF_TEXT,),
-    "eos_token": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eos|>", "[SEP]"),
+    "eos_token": KNOWN_ENDS,
     "pad_token": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
     "mask_token": ("<mask>", "[MASK]", "<|mask|>"),
     "cls_token": ("[CLS]",),
@@ -185,7 +190,7 @@ def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
 
 
 def _settings_of(tokenizer_json: Path) -> dict[str, Any]:
-    config = tokenizer_json.with_name("tokenizer_config.json")
+    config = tokenizer_json.with_name(TOKENIZER_CONFIG)
     return read_json(config) if config.is_file() else {}
 
 
@@ -237,7 +242,7 @@ def write_tokenizer(folder: Path, tokenizer_json: Path, length: int, task: str, 
     settings |= {"clean_up_tokenization_spaces": False, **special}
     stated = _settings_of(tokenizer_json)
     kept = {name: stated[name] for name in _KEPT if name in stated}
-    write_json(folder / "tokenizer_config.json", settings | kept)
+    write_json(folder / TOKENIZER_CONFIG, settings | kept)
 
 
 def _ended(tokenizer_json: Path, task: str, end: str) -> str:
@@ -256,7 +261,7 @@ def _spaced(tokenizer_json: Path) -> str:
     """Return a tokenizer.json that adds the space before each word if it is byte-level, as training on words does."""
     content, space = read_json(tokenizer_json), {"type": "Prepend", "prepend": " "}
     own = content.get("normalizer")
-    if '"ByteLevel"' in json.dumps(content.get("pre_tokenizer")) and '"Prepend"' not in json.dumps(own):
+    if joins_words(content):
         content["normalizer"] = space if own is None else {"type": "Sequence", "normalizers": [own, space]}
     return json.dumps(content, indent=2, ensure_ascii=False)
 

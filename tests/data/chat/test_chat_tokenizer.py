@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.tokenizer_files import END_OF_TEXT
 from thrifty.data.chat.chat_template import ALPACA, CHATML, ChatTemplate
 from thrifty.data.chat.chat_tokenizer import ChatTokenizer, read_chat_tokenizer, template_source
-from thrifty.data.tokenizer import END_OF_TEXT
 
 WITH_SYSTEM = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

@@ -16,11 +16,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from thrifty.core.errors import RefusedError, UsageError, did_you_mean
+from thrifty.core.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from thrifty.data.chat.chat_template import NAMED, ChatTemplate, Message
 from thrifty.data.tokenizer import TextTokenizer, read_tokenizer
 
-TEMPLATE_FILE = "chat_template.jinja"
-CONFIG_FILE = "tokenizer_config.json"
 PARTS = ("bos_token", "eos_token", "pad_token", "unk_token")
 TURNS = ("<|im_start|>", "<|im_end|>")
 """Special tokens of ChatML. Tokenizers trained on conversations have these tokens."""
@@ -106,7 +105,7 @@ class ChatTokenizer(TextTokenizer):
         """Return tokenizer.json, the template and the spelling of special tokens, in the files of transformers."""
         words = dict(self.template.words) | {"eos_token": self.inner.id_to_token(self.end_of_turn)}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | words
-        chat_files = {TEMPLATE_FILE: self.template.source, CONFIG_FILE: json.dumps(settings, indent=2) + "\n"}
+        chat_files = {CHAT_TEMPLATE: self.template.source, TOKENIZER_CONFIG: json.dumps(settings, indent=2) + "\n"}
         return super().files() | chat_files
 
     def _mark(self, value: Any, mark: str) -> Any:
@@ -209,7 +208,7 @@ def template_source(template: str) -> str:
 def _stored_template(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
     """Return the spelling of special tokens and the template that transformers stored in a tokenizer's folder."""
     config: dict[str, Any] = {}
-    path = tokenizer_json.with_name(CONFIG_FILE)
+    path = tokenizer_json.with_name(TOKENIZER_CONFIG)
     if path.is_file():
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -220,7 +219,7 @@ def _stored_template(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
     spelled = {part: config.get(part) for part in PARTS}
     spelled = {part: word.get("content") if isinstance(word, dict) else word for part, word in spelled.items()}
     words = {part: word for part, word in spelled.items() if word and isinstance(word, str)}
-    template = tokenizer_json.with_name(TEMPLATE_FILE)
+    template = tokenizer_json.with_name(CHAT_TEMPLATE)
     if template.is_file():
         return words, _template_text(template)
     own = config.get("chat_template")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
+from thrifty.core.tokenizer_files import START_OF_TEXT
 from thrifty.data.data_cache import build_folder, file_sha256
 from thrifty.data.images.augmentation import PER_PURPOSE, AugmentationDraw
 from thrifty.data.pairs.captioned_arrays import captions_file, clean_caption, read_captions
@@ -30,8 +31,6 @@ FORMAT = 1
 COUNT, END = np.dtype("<i4"), np.dtype("<i8")
 TOGETHER = 4096
 """Number of images whose captions are tokenized in one call."""
-START_OF_TEXT = "<|startoftext|>"
-"""First token of a text in CLIP's tokenizer. Tokenizers trained by Thrifty do not have this token."""
 
 
 def prepare_captions(folder: Path, settings: DataSettings, source: str, say: Callable[[str], None]) -> TokenCache:

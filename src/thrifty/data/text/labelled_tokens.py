@@ -18,11 +18,12 @@ from tokenizers import Tokenizer, processors
 from thrifty.core.errors import UsageError
 from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.recipe import DataSettings
+from thrifty.core.tokenizer_files import END_OF_TEXT, joins_words
 from thrifty.data.data_cache import build_folder, file_sha256
 from thrifty.data.prepared_cache import cache_key, open_or_build, write_manifest
 from thrifty.data.text.labelled_rows import LabelledRow, RowsByPart
 from thrifty.data.text.padded_texts import NO_LABEL, PaddedTexts
-from thrifty.data.tokenizer import END_OF_TEXT, TextTokenizer, read_tokenizer, train_tokenizer
+from thrifty.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 from thrifty.data.train_split import DataSplit
 
 FORMAT = 1
@@ -79,7 +80,7 @@ def _encoded(
         inner.enable_truncation(length)
     except Exception as error:  # tokenizers raises Exception if the special tokens alone exceed the length
         raise UsageError(f"data.length is {length}, too short: {error}", fix="raise data.length") from None
-    mark = " " if form == "tags" and _joins_words(inner) else ""
+    mark = " " if form == "tags" and joins_words(json.loads(inner.to_str())) else ""
     tokens, types, sizes, labels, cut = [], [], [], [], []
     remaining: Iterator[LabelledRow] = iter(rows)
     while group := list(islice(remaining, AT_ONCE)):
@@ -102,12 +103,6 @@ def _encoded(
         "labels": np.array(labels, kind),
     }
     return arrays, cut
-
-
-def _joins_words(inner: Tokenizer) -> bool:
-    """Return True for a byte-level tokenizer without a space before each word. Exported tokenizers add this space."""
-    stages = json.loads(inner.to_str())
-    return '"ByteLevel"' in json.dumps(stages["pre_tokenizer"]) and '"Prepend"' not in json.dumps(stages["normalizer"])
 
 
 def texts_without_labels(
