@@ -215,6 +215,19 @@ def test_parameters_unfrozen_later_are_named_or_trained() -> None:
     assert not torch.equal(model[3].weight, before)
 
 
+def test_frozen_parameters_have_no_state() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = thrifty.optim.AdamW(model.named_parameters(), lr=1e-3)
+    model, optimizer = thrifty.apply((model, optimizer), "ema")
+    train(model, optimizer, range(2))
+    trained = [index for index, each in enumerate(model.parameters()) if each.requires_grad]
+    assert [*optimizer.state_dict()["state"]] == trained
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(1))
+    assert [*optimizer.state_dict()["state"]] == trained
+
+
 def test_a_state_of_a_missing_technique_is_refused() -> None:
     model = network()
     model, averaged = thrifty.apply((model, thrifty.optim.Muon(model, lr=1e-2)), "ema")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.gradient_transform import SCORING, GradientTransform, Slots, TransformChain, chain
+from thrifty.core.gradient_transform import GradientTransform, Slots, TransformChain, chain
 from thrifty.core.old_names import order_key
 from thrifty.core.run_relative_settings import refuse_shares, resolve_moments
 from thrifty.core.stages import HOW
@@ -154,7 +154,8 @@ class TechniqueOptimizer(TransformOptimizer):
         active = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
         if not active:
             return
-        if self.added and len(active) < len(parameters) and self._is_nonzero(SCORING):
+        scoring_steps = max((getattr(each, "scoring_steps", 0) for each in self.added), default=0)
+        if self.updates < scoring_steps:  # a missing gradient then counts as zero
             active = list(range(len(parameters)))
         self._locate(active)
         own = [parameters[index] for index in active]

@@ -30,9 +30,6 @@ Content = Literal["weights", "differences", "squares", "moments"]
 T = TypeVar("T")
 MASK_MOVE = "move"
 """Scalar that is nonzero in an update that changes masks. Promises about masks are checked after such an update."""
-SCORING = "scoring"
-"""Scalar that is nonzero in an update that only scores weights. It needs the gradients of all parameters; a missing
-gradient then counts as zero."""
 COMPENSATION = "compensation"
 """Slot for the rounding errors of weights. The masks of weights also apply to this slot."""
 

@@ -139,11 +139,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def will_move_masks(self) -> bool:
         """Return True if the next update moves masks, so that other weights may become nonzero."""
-        return self._is_nonzero(MASK_MOVE)
-
-    def _is_nonzero(self, scalar: str) -> bool:
-        """Return True if the next update has a nonzero scalar of this name."""
-        return any(value for name, value in self.scalars().items() if name.rpartition(".")[2] == scalar)
+        return any(value for name, value in self.scalars().items() if name.rpartition(".")[2] == MASK_MOVE)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

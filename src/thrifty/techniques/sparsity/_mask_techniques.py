@@ -15,7 +15,7 @@ from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
-from thrifty.core.gradient_transform import MASK_MOVE, SCORING, GradientTransform, Scalars, Slots, StateAge
+from thrifty.core.gradient_transform import MASK_MOVE, GradientTransform, Scalars, Slots, StateAge
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
@@ -242,7 +242,7 @@ class SaliencyMaskedUpdate(MaskedUpdate):
         # moments start after scoring, so scoring steps do not count in Adam's bias correction
         scored = max(min(step, self.steps) - (step - age), 0)
         whole = age if isinstance(age, StateAge) else StateAge(age)
-        return {SCORING: float(step < self.steps), **super().scalars(step, whole.less(scored))}
+        return {"scoring": float(step < self.steps), **super().scalars(step, whole.less(scored))}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         slots = super().init(names, parameters)
@@ -253,14 +253,14 @@ class SaliencyMaskedUpdate(MaskedUpdate):
         return {"sum": sums, **slots}
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
-        if numbers[SCORING] and self.steps > 1:
+        if numbers["scoring"] and self.steps > 1:
             sums = slots["sum"]
             for i in self.names:
                 updates[i] = sums[i].add_(updates[i])
-        if numbers[SCORING] and not numbers[MASK_MOVE]:
+        if numbers["scoring"] and not numbers[MASK_MOVE]:
             return [torch.zeros_like(parameter) for parameter in parameters]
         updates = super().update(updates, slots, parameters, numbers)
-        if numbers[SCORING]:
+        if numbers["scoring"]:
             for i in self.names:
                 slots["sum"][i].zero_()
         return updates
