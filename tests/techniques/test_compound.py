@@ -285,13 +285,16 @@ def test_texts_of_the_user_with_masks_and_labels_grow_in_length() -> None:
 )
 def test_texts_that_would_lose_all_labels_are_refused(technique: Technique, setting: str) -> None:
     tokens, labels = torch.ones(2, 4, 16, dtype=torch.int64)
-    labels[:2, :6] = labels[3] = -100  # prompts of 6 tokens, and a text without labels
+    labels[:3, :6] = labels[3] = -100  # prompts of 6 tokens, and a text without labels
     source = RepeatedBatch(Batch({"input_ids": tokens, "labels": labels}, torch.ones(4)))
-    with pytest.raises(RefusedError, match="the first 4 tokens of 2 of 4 texts have no label") as refused:
+    with pytest.raises(RefusedError, match="the first 4 tokens of all 4 texts have no label") as refused:
         technique.batches(source).at(0)
     assert setting in refused.value.fix
     longer = SequenceLengthWarmup(start=8, until=3, multiple=4).batches(source).at(0)
     assert longer["labels"].shape == (4, 8)
+    labels[2, 3] = 1  # random labels may leave a text, and a micro-batch, without one
+    for part in (technique.batches(source).at(0), technique.batches(source).rows(0, 0, 1)):
+        assert part["labels"].shape[1] == 4
 
 
 def test_images_are_refused_with_the_setting_that_keeps_them() -> None:

@@ -28,12 +28,11 @@ def refuse_more_than_tokens(batch: Batch, who: str, first_fix: str = "") -> None
         )
 
 
-def full_text_length(source: BatchSource, step: int, batch: Batch, who: str, first_fix: str = "") -> int:
-    """Return the length of the texts in the whole batch of a step, of which `batch` may be a micro-batch, padded only
-    to its own longest text. Raise RefusedError as `text_length` does."""
-    if len(batch.weight) < source.size(step) and not has_only_text(batch):
-        batch = source.at(step)
-    return text_length(batch, who, first_fix)
+def whole_batch(source: BatchSource, step: int, batch: Batch) -> Batch:
+    """Return the whole batch of a step, of which `batch` may be a micro-batch, padded only to its own longest text.
+    Micro-batches of plain text are returned as they are, because their texts have full length."""
+    is_part = len(batch.weight) < source.size(step) and not has_only_text(batch)
+    return source.at(step) if is_part else batch
 
 
 def text_length(batch: Batch, who: str, first_fix: str = "") -> int:
@@ -62,18 +61,20 @@ def is_text(tensor: Tensor) -> bool:
 
 
 def refuse_lost_labels(batch: Batch, length: int, who: str, fix: Callable[[int], str]) -> None:
-    """Raise RefusedError if the first `length` tokens of a text have no label, but later tokens have one. `who` is the
-    technique that the message names. `fix` returns the fix for the least length that keeps a label in each text."""
+    """Raise RefusedError if the first `length` tokens of all texts have no label, but later tokens have one. `who` is
+    the technique that the message names. `fix` returns the fix for the least length that keeps a label in each text.
+
+    Labels at random places may leave a few texts without a label.
+    """
     for name, tensor in batch.fields.items():
         if not is_text(tensor) or not has_values(tensor):
             continue
         has_label = tensor != IGNORED
-        is_lost = has_label.any(1) & ~has_label[:, :length].any(1)
-        if bool(is_lost.any()):
-            least = int(has_label[is_lost].int().argmax(1).max()) + 1
+        if bool(has_label.any()) and not bool(has_label[:, :length].any()):
+            least = int(has_label.int().argmax(1).max()) + 1
             raise RefusedError(
-                f"{who}: the first {length} tokens of {int(is_lost.sum())} of {len(tensor)} texts have no label, so "
-                f"these texts would not be learned ({name!r} is {IGNORED})",
+                f"{who}: the first {length} tokens of all {len(tensor)} texts have no label, so a step would learn "
+                f"nothing ({name!r} is {IGNORED})",
                 fix=fix(least),
             )
 

@@ -17,7 +17,7 @@ from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.text_lengths import full_text_length, refuse_lost_labels, text_length, truncate_texts
+from thrifty.modeling.text_lengths import refuse_lost_labels, text_length, truncate_texts, whole_batch
 from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
@@ -43,9 +43,10 @@ class SequenceLengthWarmup(Technique):
             if step >= int(self.until):
                 text_length(batch, self.name)  # which refuses other data in every step
                 return batch
-            full = full_text_length(source, step, batch, self.name)
+            whole = whole_batch(source, step, batch)
+            full = text_length(whole, self.name)
             length = phased_size(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
-            refuse_lost_labels(batch, length, self.name, self._longer_start)
+            refuse_lost_labels(whole, length, self.name, self._longer_start)
             return truncate_texts(batch, length)
 
         return MappedSource(source, shorten)

@@ -28,7 +28,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.structural_change import Moments, StructuralChange
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.text_lengths import full_text_length, refuse_lost_labels, truncate_texts
+from thrifty.modeling.text_lengths import refuse_lost_labels, text_length, truncate_texts, whole_batch
 from thrifty.techniques.growth._depth_growth import DepthMapping, cut_stacks
 from thrifty.techniques.growth._token_pooling import PooledObjective, add_pooling
 from thrifty.techniques.growth._width_growth import (
@@ -92,8 +92,9 @@ class CompoundGrowth(Technique):
             if divisor == 1:
                 return batch
             keep = f"--set techniques.{self.name}.length=1"
-            length = max(full_text_length(source, step, batch, self.name, keep) // divisor, 1)
-            refuse_lost_labels(batch, length, self.name, lambda least: keep)
+            whole = whole_batch(source, step, batch)
+            length = max(text_length(whole, self.name, keep) // divisor, 1)
+            refuse_lost_labels(whole, length, self.name, lambda least: keep)
             return truncate_texts(batch, length)
 
         return MappedSource(source, shorten)
