@@ -1,5 +1,7 @@
 """Training in a random subspace: weights, gradients, and accuracy by dimension."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -120,6 +122,42 @@ def test_a_restart_and_a_loaded_z_are_exact() -> None:
         again.load_state_dict(part, strict=False)
         assert torch.equal(again(x), saved(x))
         assert torch.equal(SUBSPACE.of(again).origin, SUBSPACE.of(saved).origin)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_assigned_weights_follow_z(assign: bool) -> None:
+    saved, loaded, x = network(0), network(1), torch.ones(2, 6)
+    moved(saved, 1)
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()), assign=assign)
+    torch.testing.assert_close(moved(loaded, 2), moved(saved, 2), rtol=1e-4, atol=1e-5)
+    loaded.load_state_dict({"subspace": saved.subspace.detach() + 1}, strict=False, assign=assign)
+    with torch.no_grad():
+        saved.subspace += 1
+    torch.testing.assert_close(loaded(x), saved(x), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_follow_changes_of_the_data_of_z() -> None:
+    model, x = network(0), torch.ones(2, 6)
+    before = model(x)
+    model.subspace.data.add_(1)  # without a new version, as in some optimizers
+    assert not torch.equal(model(x), before)
+
+
+def test_a_whole_model_is_compiled() -> None:
+    model, x = network(0), torch.ones(2, 6)
+    model(x)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        with torch.no_grad():
+            model.subspace += 1
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_model_without_values_runs_twice() -> None:
+    with torch.device("meta"):
+        model = network(0)
+        assert [model(torch.ones(2, 6)).shape for _ in range(2)] == [(2, 3)] * 2
+        model.load_state_dict(model.state_dict())
 
 
 def test_two_forward_passes_may_precede_a_backward_pass() -> None:

@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -37,6 +36,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
 from thrifty.kernels.hadamard import Fastfood, draw_fastfood
 from thrifty.modeling.adapter_base import ALSO_TRAINED, AdapterTechnique, train_only
+from thrifty.modeling.attention_cores import has_values
 
 NAME = "subspace"
 """Name of the trained parameter z, the coordinates in the subspace."""
@@ -50,8 +50,10 @@ class RandomSubspace:
     def __init__(self, weights: list[nn.Parameter], projection: Fastfood):
         self.weights, self.projection = weights, projection
         self.origin = self._flat()
-        self.placed_z: Tensor | None = None
-        """Values of z for which the weights were last set."""
+        self.placed: tuple[int, int, Tensor] | None = None
+        """The z for which the weights were last set: address, version and values; None if it is unknown."""
+        self.is_loaded = False
+        """True while weights are loaded from a state dict, and not z alone."""
         self.is_placed = False
         """True while a step computes gradients. `place` then does nothing, because z is constant."""
 
@@ -63,17 +65,17 @@ class RandomSubspace:
             return
         for weight, value in self._values(z):
             weight.copy_(value)
-        self.placed_z = z.detach().clone()
+        self._note(z)
 
     @torch.no_grad()
-    def adopt(self, z: Tensor) -> None:
-        """Change θ₀ so that θ₀ + P z, for z (d,), are the present weights, if these were loaded."""
-        before = torch.zeros_like(z) if self.placed_z is None else self.placed_z
-        if self._has_values(before):
+    def adopt(self, weights: list[nn.Parameter], z: Tensor) -> None:
+        """Change θ₀ so that θ₀ + P z, for z (d,), are these weights, which were loaded."""
+        self.weights = weights
+        if not has_values(z):
             return
-        if not self._has_values(z):
+        if not all(torch.equal(weight, value.to(weight.dtype)) for weight, value in self._values(z)):
             self.origin = self._flat() - self.projection.apply(z)
-        self.placed_z = z.detach().clone()
+        self._note(z)
 
     def _flat(self) -> Tensor:
         return torch.cat([weight.detach().flatten().float() for weight in self.weights])
@@ -84,15 +86,16 @@ class RandomSubspace:
         for weight, value in zip(self.weights, values.split([w.numel() for w in self.weights]), strict=True):
             yield weight, value.view_as(weight)
 
-    def _has_values(self, z: Tensor) -> bool:
-        return all(torch.equal(weight, value.to(weight.dtype)) for weight, value in self._values(z))
+    def _note(self, z: Tensor) -> None:
+        self.placed = (z.data_ptr(), z._version, z.detach().clone()) if has_values(z) else None
 
     def _is_set_for(self, z: Tensor) -> bool:
         """Return True if the weights were last set for these values of z (d,)."""
-        known = self.placed_z
-        if known is None or is_fake(z) or (known.dtype, known.device) != (z.dtype, z.device):
+        if self.placed is None or not has_values(z):
             return False
-        return torch.equal(known, z)
+        *known, values = self.placed
+        # values only last, because they are on the device; changes of `z.data` have no version
+        return known == [z.data_ptr(), z._version] and torch.equal(values, z)
 
     @contextmanager
     def gradients_of(self, z: Tensor) -> Iterator[None]:
@@ -128,7 +131,7 @@ def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomS
 
     z is a new parameter of the model, initially zero. θ₀ are the current weights, P is a random projection.
     """
-    weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    weights = _weights(model)
     total = sum(weight.numel() for weight in weights)
     if dimension > total:
         raise RefusedError(
@@ -142,6 +145,7 @@ def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomS
     hooks = [
         model.register_forward_pre_hook(_place),
         model.register_state_dict_pre_hook(_place),
+        model.register_load_state_dict_pre_hook(_note_loaded),
         model.register_load_state_dict_post_hook(_adopt),
     ]
     PLACEMENT_HOOKS.set(model, hooks)
@@ -152,8 +156,19 @@ def _place(model: nn.Module, *_: Any) -> None:
     SUBSPACE.of(model).place(model.subspace)
 
 
+def _note_loaded(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    SUBSPACE.of(model).is_loaded = any(prefix + name in state for name, _ in model.named_parameters() if name != NAME)
+
+
 def _adopt(model: nn.Module, *_: Any) -> None:
-    SUBSPACE.of(model).adopt(model.subspace)
+    subspace = SUBSPACE.of(model)
+    if subspace.is_loaded:
+        subspace.is_loaded = False
+        subspace.adopt(_weights(model), model.subspace)
+
+
+def _weights(model: nn.Module) -> list[nn.Parameter]:
+    return [each for name, each in model.named_parameters() if each.is_floating_point() and name != NAME]
 
 
 def subspace_backward(backward: Backward) -> Backward:
