@@ -207,6 +207,17 @@ def test_a_prompt_precedes_the_tokens_of_a_module_dict() -> None:
     assert words.grad is not None and words.grad.any()
 
 
+class Classifier(GPTInModuleDict):
+    """A model with as many classes as there are virtual and real tokens."""
+
+    def forward(self, idx: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(idx)[0][:, -1, : COUNT + TOKENS.shape[1]]
+
+
+def test_logits_of_classes_are_not_cut() -> None:
+    assert PromptTuning(tokens=COUNT).model(Classifier())(TOKENS).shape == (2, COUNT + TOKENS.shape[1])
+
+
 def test_outputs_in_tuples_keep_their_length() -> None:
     model = PromptTuning(tokens=COUNT).model(theirs("gpt2"))
     assert model.transformer(TOKENS, return_dict=False)[0].shape == (*TOKENS.shape, 32)

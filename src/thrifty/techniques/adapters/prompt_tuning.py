@@ -142,11 +142,11 @@ def _lengthen_inputs(inputs: dict[str, Any], first: str, count: int) -> dict[str
 
 
 def _cut(output: Any, count: int, total: int) -> Any:
-    """Remove the outputs of `count` virtual tokens from an output of `total` tokens: a tensor (b, total, …), the first
-    element of a tuple, or the fields of a model output."""
+    """Remove the outputs of `count` virtual tokens from an output of `total` tokens: a tensor (b, total, d), the first
+    element of a tuple, or the fields of a model output. Tensors (b, c) are logits of classes."""
 
     def without(values: Any) -> Any:
-        is_whole = isinstance(values, Tensor) and values.ndim > 1 and values.shape[1] == total
+        is_whole = isinstance(values, Tensor) and values.ndim > 2 and values.shape[1] == total
         return values[:, count:] if is_whole else values
 
     for name in ("last_hidden_state", "logits"):
