@@ -379,10 +379,6 @@ class GroupPartition(ParameterPartition):
     def labels(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Sequence[str]:
         return self.own_labels
 
-    def mapped(self, change: Callable[[GradientTransform], GradientTransform]) -> ParameterPartition:
-        # each group keeps a chain, so that slots have the same names with one group and with several
-        return super().mapped(lambda transform: chain(change(transform)))
-
 
 def _elements_of(transform: GradientTransform) -> Iterator[GradientTransform]:
     """Yield the elements of a transform, also inside chains and partitions."""

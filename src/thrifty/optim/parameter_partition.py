@@ -14,6 +14,7 @@ from thrifty.core.gradient_transform import (
     Scalars,
     Slots,
     TransformScope,
+    chain,
     inner_owner,
     inner_scalars,
     without_prefix,
@@ -50,9 +51,9 @@ class ParameterPartition(GradientTransform):
         return [self.label_of(*pair) for pair in zip(names, parameters, strict=True)]
 
     def mapped(self, change: Callable[[GradientTransform], GradientTransform]) -> "ParameterPartition":
-        """Return the same partition with `change(transform)` in place of each rule's transform."""
+        """Return the same partition with the chain of `change(transform)` in place of each rule's transform."""
         changed = copy(self)
-        changed.rules = {label: (rule, change(transform)) for label, (rule, transform) in self.rules.items()}
+        changed.rules = {label: (rule, chain(change(transform))) for label, (rule, transform) in self.rules.items()}
         return changed
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
