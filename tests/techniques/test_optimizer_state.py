@@ -358,6 +358,12 @@ def test_moments_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(RefusedError, match=r"the moments of 'weight' are \w+, and only float32 moments are quantized"):
         optimizer.step()
+    mixed = nn.Linear(256, 64)
+    groups = [{"params": [*model.named_parameters()]}, {"params": [("adapter", mixed.weight)]}]
+    optimizer = thrifty.apply(thrifty.optim.AdamW(groups), "optimizer_state")
+    mixed.weight.grad = torch.ones_like(mixed.weight)
+    optimizer.step()
+    assert optimizer.state[mixed.weight]["scale_by_adam.mean"].dtype == torch.uint8
     if dtype is torch.bfloat16:
         model, optimizer = thrifty.apply((model, thrifty.optim.AdamW(model)), "bfloat16_weights")
         optimizer = thrifty.apply(optimizer, "optimizer_state")

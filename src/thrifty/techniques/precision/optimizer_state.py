@@ -62,6 +62,10 @@ class CompactStateTransform(GradientTransform):
         self.weights, self.squares = element.weights, element.squares
         self.stored: dict[str, dict[int, int]] = {}
         """Number of quantized blocks per row on this rank, by slot and parameter."""
+        self.unfit = ""
+        """Words for the first large moment whose dtype cannot be quantized, if no moment is."""
+        self.others: Sequence[CompactStateTransform] | None = None
+        """For the last of the wrapped transforms of an optimizer, which checks all of them: those before it."""
 
     @property
     def reach(self) -> TransformScope:  # type: ignore[override]
@@ -86,24 +90,24 @@ class CompactStateTransform(GradientTransform):
                 like = moments[i]
                 for part, tensor in zip(self.form.parts, self._closed(slot, i, like, None), strict=True):
                     slots[slot + part][i] = divided_like(like, tensor)
-        if not any(self.stored.values()):
-            self._refuse_other_dtypes(slots, names, parameters)
+        self.unfit = "" if self.is_compact else self._unfit(slots, names, parameters)
+        if self.others is not None:
+            _refuse_other_dtypes([*self.others, self])
         return slots
 
-    def _refuse_other_dtypes(self, slots: Slots, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Raise RefusedError if no moment is quantized because large moments are not float32."""
+    @property
+    def is_compact(self) -> bool:
+        """True if any moment is quantized."""
+        return any(self.stored.values())
+
+    def _unfit(self, slots: Slots, names: Sequence[str], parameters: Sequence[Tensor]) -> str:
         for slot, moments in slots.items():
             for name, moment, parameter in zip(names, moments, parameters, strict=True):
                 is_other = moment.is_floating_point() and moment.dtype != torch.float32
                 is_moment = slot not in self.weights and moment.shape == parameter.shape
                 if is_other and is_moment and is_large(parameter, self.smallest):
-                    dtype = str(moment.dtype).removeprefix("torch.")
-                    raise RefusedError(
-                        f"{OptimizerState.name}: the moments of {name!r} are {dtype}, and only float32 moments are "
-                        "quantized",
-                        fix="model.float() before the optimizer is built; or, for 16-bit weights, "
-                        "thrifty.apply((model, optimizer), 'bfloat16_weights')",
-                    )
+                    return f"the moments of {name!r} are {str(moment.dtype).removeprefix('torch.')}"
+        return ""
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         opened = self._open(slots)
@@ -183,14 +187,33 @@ def with_compact_state(
 
     Each transform of a chain is wrapped separately, so it can still run on subsets of the parameters.
     """
-    if type(transform) is TransformChain:
-        return chain(*(with_compact_state(element, form, smallest) for element in transform.elements.values()))
-    if isinstance(transform, ParameterPartition):
-        return transform.mapped(lambda inner: with_compact_state(inner, form, smallest))
-    stateless = type(transform).init in (GradientTransform.init, SelectiveTransform.init)
-    return (
-        transform if stateless or not changes_updates(transform) else CompactStateTransform(transform, form(), smallest)
-    )
+    made: list[CompactStateTransform] = []
+
+    def wrapped(transform: GradientTransform) -> GradientTransform:
+        if type(transform) is TransformChain:
+            return chain(*map(wrapped, transform.elements.values()))
+        if isinstance(transform, ParameterPartition):
+            return transform.mapped(wrapped)
+        if not changes_updates(transform) or type(transform).init in (GradientTransform.init, SelectiveTransform.init):
+            return transform
+        made.append(CompactStateTransform(transform, form(), smallest))
+        return made[-1]
+
+    result = wrapped(transform)
+    if made:
+        made[-1].others = made[:-1]
+    return result
+
+
+def _refuse_other_dtypes(transforms: Sequence[CompactStateTransform]) -> None:
+    """Raise RefusedError if these transforms quantize no moment, because large moments are not float32."""
+    unfit = next((each.unfit for each in transforms if each.unfit), "")
+    if unfit and not any(each.is_compact for each in transforms):
+        raise RefusedError(
+            f"{OptimizerState.name}: {unfit}, and only float32 moments are quantized",
+            fix="model.float() before the optimizer is built; or, for 16-bit weights, "
+            "thrifty.apply((model, optimizer), 'bfloat16_weights')",
+        )
 
 
 FORMATS: dict[str, Callable[[], StateFormat]] = {"int8": Int8Format, "bfloat16": Bfloat16Format}
