@@ -164,6 +164,22 @@ def test_examples_that_cannot_be_shortened_grow_in_depth() -> None:
     assert chosen["times"] == [step_flops(tiny_model(), {"blocks": depth}, 16) for depth in (4, 3, 2)]
 
 
+def test_lengths_are_tried_if_positions_are_unknown() -> None:
+    run = run_of()
+    state = run.start()
+    advance(run, state, 7)
+    state.techniques["growth.auto_grow"]["positions"].zero_()  # as in a run that counts them only in a search
+    advance(run, state, 9)
+    assert {length for _, length in decisions(state)[-1][2]} == {1.0, 0.5}
+
+
+def test_examples_without_positions_cannot_be_shortened() -> None:
+    model, search = tiny_model(), GrowthSearchBackward(lambda *_: BackwardResult(torch.tensor(1.0)), AutoGrow())
+    GROWN.set(model, GrownStructure(0, ((1.0, 1.0),), {}))
+    search(model, plain_run().objective, Batch({"x": torch.zeros(2, 3)}, torch.ones(2)))
+    assert search.state["positions"] < 0
+
+
 def test_losses_of_a_search_are_divided_by_their_parts() -> None:
     def backward(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         return BackwardResult(torch.tensor(6.0), parts=torch.tensor(12.0))

@@ -121,7 +121,7 @@ class GrowthSearchBackward:
         if step == structure.since:
             positions = positions_of(model, batch)
             shorter = positions_of(model, shorten_examples(batch, self.settings.start, self.settings.multiple))
-            self.state["positions"].fill_(positions if shorter < positions else -positions)
+            self.state["positions"].fill_(positions if shorter < positions else -max(positions, 1))
             if searching:
                 for name in self.recorded:
                     self.state[name].zero_()
@@ -239,7 +239,7 @@ class AutoGrow(Technique):
         if step == boundaries[-1]:
             return {"why": "grow to the full size", "sizes": [[1.0, 1.0]]} if (depth, length) != (1.0, 1.0) else None
         if step in boundaries and (depth, length) != (1.0, 1.0):
-            is_fixed = int(state.techniques[self.name]["positions"]) <= 0
+            is_fixed = int(state.techniques[self.name]["positions"]) < 0
             lengths = [1.0] if is_fixed else sizes_up(length, self.lengths)
             sizes = [[*size] for size in product(sizes_up(depth, self.depths), lengths)]
             if len(sizes) > 1 and int(self.search) > 0:
@@ -274,7 +274,7 @@ class AutoGrow(Technique):
         if self.time_source == "measured":
             return mean_over_ranks(trials["seconds"] / trials["count"].clamp(min=1))[list(tried)].tolist()
         dims = 2 if any(isinstance(module, nn.Conv2d) for module in model.modules()) else 1  # dims that are shortened
-        positions, full = abs(int(trials["positions"])) or 1, GROWN.of(model).full
+        positions, full = abs(int(trials["positions"])), GROWN.of(model).full
         return [
             step_flops(model, {stack: blocks_at(depth, full[stack]) for stack in full}, positions * length**dims)
             for depth, length in sizes
