@@ -1,6 +1,8 @@
 """Curricula from small to full images, by averaged pixels or low frequencies."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -56,6 +58,10 @@ class Patches(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(1))
+
+
+class NamedSizes(NamedTuple):
+    image_size: list[int]
 
 
 class PlacedPatches(Patches):
@@ -202,6 +208,15 @@ def test_positions_are_interpolated_for_small_images(height: int, width: int, sl
     accept_other_sizes(model, "curriculum.resolution")
     torch.testing.assert_close(model(small), half(small))
     assert torch.equal(model(images), expected)
+
+
+@pytest.mark.parametrize("config", [{"image_size": 16}, SimpleNamespace(image_size=[16]), NamedSizes([16, 16])])
+@torch.no_grad()
+def test_sizes_are_read_from_configs_of_any_kind(config: object) -> None:
+    model = PlacedPatches(4, 4, sliced=False)
+    model.config = config
+    accept_other_sizes(model, "curriculum.resolution")
+    assert model(torch.randn(2, 3, 8, 12)).shape == (2, 2)
 
 
 @torch.no_grad()

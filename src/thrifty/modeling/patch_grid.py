@@ -152,8 +152,9 @@ def find_grid(model: nn.Module) -> PatchGrid:
 def _stated_sizes(model: nn.Module, owners: Sequence[nn.Module]) -> list[tuple[int, int]]:
     """Return heights and widths of images in pixels from attributes of the model and of modules around its patches."""
     places = [*owners, *filter(None, [getattr(model, "config", None)])]
-    known = [vars(place)[name] for place in places for name in SIZES if vars(place).get(name)]
-    return [(each[-2], each[-1]) if isinstance(each, tuple | list) else (each, each) for each in known]
+    found = [getattr(place, "__dict__", {}).get(name) for place in places for name in SIZES]
+    sides = [tuple(each) if isinstance(each, tuple | list) else (each,) for each in found if each]
+    return [(each * 2)[-2:] for each in sides]
 
 
 def images_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
