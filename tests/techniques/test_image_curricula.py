@@ -1,8 +1,10 @@
 """Curricula from small to full images, by averaged pixels or low frequencies."""
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
+from weakref import ref
 
 import pytest
 import torch
@@ -195,19 +197,53 @@ def test_automatic_growth_of_indivisible_images_is_in_depth() -> None:
 
 
 @pytest.mark.parametrize("sliced", [True, False])
-@pytest.mark.parametrize(("height", "width"), [(4, 4), (4, 16), (6, 8)])
+@pytest.mark.parametrize(
+    ("full", "grid"),
+    [
+        ((4, 4), (2, 2)),
+        ((4, 16), (2, 8)),
+        ((6, 8), (3, 4)),
+        ((6, 8), (4, 5)),  # 49 positions could be 7 x 7
+        ((7, 7), (4, 8)),  # 50 positions could be 5 x 10
+        ((7, 14), (4, 7)),  # half of each side, rounded
+        ((8, 8), (4, 8)),
+        ((8, 8), (4, 5)),
+        ((8, 8), (6, 8)),
+        ((8, 8), (4, 9)),  # as many as 6 x 6
+    ],
+)
 @torch.no_grad()
-def test_positions_are_interpolated_for_small_images(height: int, width: int, sliced: bool) -> None:
-    model, half = PlacedPatches(height, width, sliced), PlacedPatches(height // 2, width // 2, False)
-    images, small = torch.randn(2, 3, 4 * height, 4 * width), torch.randn(2, 3, 2 * height, 2 * width)
+def test_positions_are_interpolated_for_small_images(full: tuple, grid: tuple, sliced: bool) -> None:
+    model, small = PlacedPatches(*full, sliced), PlacedPatches(*grid, False)
+    images = torch.randn(2, 3, *(4 * side for side in full))
     expected = model(images)
-    first, places = model.places.split([1, height * width], 1)
-    grid = places.mT.unflatten(2, (height, width))
-    grid = F.interpolate(grid, (height // 2, width // 2), mode="bicubic", align_corners=False)
-    half.load_state_dict({**model.state_dict(), "places": torch.cat((first, grid.flatten(2).mT), 1)})
+    first, places = model.places.split([1, full[0] * full[1]], 1)
+    resized = F.interpolate(places.mT.unflatten(2, full), grid, mode="bicubic", align_corners=False)
+    small.load_state_dict({**model.state_dict(), "places": torch.cat((first, resized.flatten(2).mT), 1)})
     accept_other_sizes(model, "curriculum.resolution")
-    torch.testing.assert_close(model(small), half(small))
+    smaller = torch.randn(2, 3, *(4 * side for side in grid))
+    for _ in range(2):
+        torch.testing.assert_close(model(smaller), small(smaller))
     assert torch.equal(model(images), expected)
+
+
+@torch.no_grad()
+def test_the_way_to_call_a_model_is_remembered() -> None:
+    model, calls = PlacedPatches(6, 8, sliced=False), []
+    model.patch.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
+    accept_other_sizes(model, "curriculum.resolution")
+    images = torch.randn(2, 3, 12, 16)
+    known = ref(images)
+    gc.disable()
+    try:
+        model(images)
+        del images
+        assert len(calls) > 1 and known() is None  # failed attempts keep no tensors
+    finally:
+        gc.enable()
+    calls.clear()
+    model(torch.randn(2, 3, 12, 16))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("config", [{"image_size": 16}, SimpleNamespace(image_size=[16]), NamedSizes([16, 16])])

@@ -27,8 +27,27 @@ COUNTS = ("num_patches", "num_positions", "grid_size", "patch_size")
 """Attributes in which models keep numbers that depend on the size of patches."""
 LEAST = 4
 """Number of positions of the smallest table; a class token is a table of one."""
+MOST_BEFORE = 2
+"""Maximum number of positions before those of patches, if the size of full images is unknown: a class token and a
+distillation token."""
 Grid = tuple[int, int]
 """Height and width of images in patches."""
+Layout = tuple[int, Grid]
+"""Number of positions before those of patches, and height and width of full images in patches."""
+
+
+class _InapplicableError(ValueError):
+    """A way to call a model that has no meaning for its position tables."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to call a model with images of another size: with interpolated positions, of which `before` are not of
+    patches. None stands for any number, for images whose patches could be those of square images."""
+
+    before: int | None
+    spare: bool = False
+    """True to add a row to the tables. A model that interpolates again, as for square images, then fails."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +69,26 @@ class PositionTable:
     def value(self) -> Tensor:
         return getattr(self.owner, self.name)
 
-    def resized(self, value: Tensor, grid: Grid) -> Tensor:
+    def resized(self, value: Tensor, grid: Grid, layout: Layout | None = None) -> Tensor:
         """Return the table `value` of full images, (1, n, d) or (n, d), for images of another height and width in
-        patches. Full images of unstated size have the aspect ratio of these images."""
-        before, full = self.before, self.full
-        if not self.is_stated and grid[0] != grid[1]:
-            before, full = _full_grid(value.shape[-2], grid)
+        patches."""
+        before, full = layout or (self.before, self.full)
         return value if grid == full else resized_table(value, grid, before, full)
+
+    def layout(self, count: int, grid: Grid, before: int | None) -> Layout:
+        """Return the layout of a table of `count` rows for images of another height and width in patches. Full images
+        of unstated size have the aspect ratio of these images: up to less than a patch, because each side was rounded,
+        or exactly if `before` is None. Raise _InapplicableError if `before` fits no such images."""
+        if not self.is_stated and grid[0] != grid[1]:
+            numbers = range(MOST_BEFORE + 1) if before is None else [before]
+            options = [(each, full) for each in numbers for full in _grids(count - each)]
+            nearest = min(options, key=lambda option: _difference(option[1], grid))
+            difference = _difference(nearest[1], grid)
+            if difference == 0 or (before is not None and difference < 1):
+                return nearest
+        if before not in (None, self.before):
+            raise _InapplicableError
+        return self.before, self.full
 
     def put(self, value: Tensor) -> None:
         """Replace the table, without a check of its type, and the indices of positions."""
@@ -97,8 +129,9 @@ class PatchGrid:
 TABLES: ModuleNote[tuple[tuple[str, str, int], ...]] = ModuleNote("position_tables")
 """Module and name of each position table of a model, with the number of positions before those of patches. Noted at
 first, because tables of large patches may be as small as other parameters."""
-IS_WRAPPED: ModuleNote[bool] = ModuleNote("accepts_other_sizes")
-"""True on a model whose positions are interpolated for images of other sizes."""
+WAYS: ModuleNote[dict[Grid, Way | None]] = ModuleNote("accepts_other_sizes")
+"""On a model that accepts images of other sizes: the way that worked for each height and width in pixels; None if the
+model itself accepts them."""
 
 
 def resized_table(value: Tensor, grid: Grid, before: int, full: Grid | None = None) -> Tensor:
@@ -108,17 +141,14 @@ def resized_table(value: Tensor, grid: Grid, before: int, full: Grid | None = No
     return resized_positions(value.reshape(1, *value.shape[-2:]), grid, before, full).reshape(shape)
 
 
-def _full_grid(count: int, like: Grid) -> tuple[int, Grid]:
-    """Return the number of positions before those of patches, and height and width of full images in patches, for a
-    table of `count` positions. Full images have the aspect ratio of images of `like` patches, and as few positions as
-    possible are not of patches."""
-    for before in range(count):
-        scale = math.sqrt((count - before) / math.prod(like))
-        full = (round(scale * like[0]), round(scale * like[1]))
-        if math.prod(full) == count - before:
-            return before, full
-    side = math.isqrt(count)
-    return count - side**2, (side, side)
+def _grids(count: int) -> list[Grid]:
+    return [(height, count // height) for height in range(1, count + 1) if count % height == 0]
+
+
+def _difference(full: Grid, grid: Grid) -> float:
+    """Return the least possible difference, in patches, between a side of `grid` and the same side of a grid with the
+    aspect ratio of `full`."""
+    return abs(full[0] * grid[1] - full[1] * grid[0]) / sum(full)
 
 
 def find_grid(model: nn.Module) -> PatchGrid:
@@ -238,8 +268,8 @@ def accept_other_sizes(model: nn.Module, who: str) -> None:
     unless the model does this itself. A call that fails nevertheless raises RefusedError; `who` is the technique that
     the message names."""
     sees_images = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    if sees_images and not IS_WRAPPED.get(model):
-        IS_WRAPPED.set(model, True)
+    if sees_images and WAYS.get(model) is None:
+        WAYS.set(model, {})
         wrap_forward(model, partial(_at_size, who))
 
 
@@ -250,22 +280,38 @@ def _at_size(who: str, model: nn.Module, inner: Any, *args: Any, **kwargs: Any) 
         grid = find_grid(model)
     if images is None or grid is None or grid.interpolates or not _differs(model, grid, images):
         return inner(*args, **kwargs)
-    # interpolated positions first, because a model that reads only the first rows of its table would not fail
-    failures: list[Exception] = []
-    ways = [nullcontext(), _positions_for(grid, images)]
-    for way in [_positions_for(grid, images, spare=True), *ways] if grid.tables else ways:
+    height, width = images.shape[-2:]
+    known, reason = WAYS.of(model), ""
+    ways = [known[height, width]] if (height, width) in known else []
+    for way in (*ways, *_ways(grid)):
         try:
-            with way:
-                return inner(*args, **kwargs)
+            with _positions_for(grid, images, way) if way else nullcontext():
+                output = inner(*args, **kwargs)
+        except _InapplicableError:
+            continue
         except (RuntimeError, ValueError, AssertionError) as error:
             if is_out_of_memory(error):
                 raise
-            failures.append(error)
-    height, width = images.shape[-2:]
+            reason = reason_of(error)  # the error itself keeps the activations
+        else:
+            known[height, width] = way
+            return output
     raise RefusedError(
-        f"{class_name(model)} does not accept images of {height} x {width} pixels: {reason_of(failures[-1])}",
+        f"{class_name(model)} does not accept images of {height} x {width} pixels: {reason}",
         fix=f"--without {who}; or use a model whose positions can be interpolated, such as a ViT",
-    ) from failures[-1]
+    )
+
+
+def _ways(grid: PatchGrid) -> list[Way | None]:
+    """Return ways to call a model with images of another size, in the order in which they are tried. Interpolated
+    positions come first, because a model that reads only the first rows of its table would not fail without them. For
+    the same reason, few positions that are not of patches come before many."""
+    if not grid.tables:
+        return [None, Way(None)]
+    numbers = {table.before for table in grid.tables}
+    if not all(table.is_stated for table in grid.tables):
+        numbers.update(range(MOST_BEFORE + 1))
+    return [*map(Way, sorted(numbers)), Way(None, spare=True), None, Way(None)]
 
 
 def _differs(model: nn.Module, grid: PatchGrid, images: Tensor) -> bool:
@@ -276,10 +322,9 @@ def _differs(model: nn.Module, grid: PatchGrid, images: Tensor) -> bool:
 
 
 @contextmanager
-def _positions_for(grid: PatchGrid, images: Tensor, spare: bool = False) -> Iterator[None]:
+def _positions_for(grid: PatchGrid, images: Tensor, way: Way) -> Iterator[None]:
     """Interpolate the positions inside the context, once the convolution has cut the images, and let modules that
-    compare the size of images accept this size. With `spare`, add a row to a table that a model could take for one of
-    square images and interpolate again. A model that reads more than the rows that it needs then fails."""
+    compare the size of images accept this size."""
     before = [(table, table.value, [owner._buffers[name] for owner, name in table.ids]) for table in grid.tables]
     sizes = [(owner, name, vars(owner)[name]) for owner in grid.owners for name in SIZES if name in vars(owner)]
     full: list[Tensor] = []
@@ -287,11 +332,14 @@ def _positions_for(grid: PatchGrid, images: Tensor, spare: bool = False) -> Iter
     def interpolate(cut: nn.Module, inputs: Any, output: Tensor) -> None:
         height, width = output.shape[-2:]
         looks_square = height != width and math.isqrt(height * width) ** 2 == height * width
+        if grid.tables and looks_square != (way.before is None):
+            raise _InapplicableError
         if not full:  # read here, where a sharded table is whole
             full.extend(table.value for table in grid.tables)
         for table, value in zip(grid.tables, full, strict=True):
-            resized = table.resized(value, (height, width))
-            if spare and looks_square and resized is not value:
+            layout = table.layout(value.shape[-2], (height, width), way.before)
+            resized = table.resized(value, (height, width), layout)
+            if way.spare and resized is not value:
                 resized = torch.cat((resized, resized[..., -1:, :]), -2)
             table.put(resized)
 
