@@ -347,6 +347,27 @@ def test_attention_to_another_sequence_is_left_out_and_named() -> None:
     assert [site.name for site in find_attention_sites(layer)] == ["self_attn"]
 
 
+class Both(nn.Module):
+    """Attention to the tokens and to another sequence, by modules in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor, other: Tensor) -> list[Tensor]:
+        return [part(x, each, each, need_weights=False)[0] for part, each in zip(self.parts, (x, other), strict=True)]
+
+
+def test_another_sequence_of_equal_length_is_left_to_torch() -> None:
+    torch.manual_seed(0)
+    model, x, other = Both(), inputs(), inputs().flip(1)
+    plain = model(x, other)
+    WindowAttention(window=1, block=4).model(model)
+    own, crossed = model(x, other)
+    assert not torch.allclose(own, plain[0])
+    assert torch.equal(crossed, plain[1])
+
+
 class Merged(Attention):
     """Attention to every second token."""
 

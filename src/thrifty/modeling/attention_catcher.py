@@ -287,9 +287,10 @@ class CaughtCall:
         attn_mask: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Answer a call of nn.MultiheadAttention, for queries (t, b, d) or (t, d). Attention to a sequence of another
-        length is left to torch. Otherwise weights are not returned."""
-        is_own = query.shape == key.shape == value.shape and bias_k is None and not add_zero_attn
+        """Answer a call of nn.MultiheadAttention, for queries (t, b, d) or (t, d). Attention to another sequence, whose
+        keys are its values, is left to torch. Otherwise weights are not returned."""
+        is_own = (query is key or key is not value) and query.shape == key.shape == value.shape
+        is_own = is_own and bias_k is None and not add_zero_attn
         if not is_own or in_proj_weight is None:
             self.is_done = True
             return func(
