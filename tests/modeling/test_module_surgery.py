@@ -156,6 +156,33 @@ def test_output_heads_in_a_list_are_no_stack(kind: Any) -> None:
     assert list(find_stacks(model)) == ["encoder"]
 
 
+class Gated(nn.Module):
+    """A block that defines a layer with other outputs last."""
+
+    def __init__(self, outputs: int = 1):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2)
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(outputs))
+        self.gate = nn.Linear(8, outputs)
+
+
+def test_blocks_that_define_a_gate_last_are_stacks() -> None:
+    model = nn.ModuleDict({
+        "encoder": nn.ModuleList(torch_block() for _ in range(3)), "decoder": nn.ModuleList(Gated() for _ in range(3))
+    })  # fmt: skip
+    assert list(find_stacks(model)) == ["encoder", "decoder"]
+    projections = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    layers = nn.ModuleList(Gated(2) for _ in range(3))
+    model = nn.ModuleDict({"layers": layers, "projections": nn.Sequential(*projections)})
+    assert list(find_stacks(model)) == ["layers"]
+
+
+def test_many_output_heads_with_norms_are_no_stack() -> None:
+    heads = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3)) for _ in range(5))
+    model = nn.ModuleDict({"encoder": nn.ModuleList([torch_block()]), "heads": nn.ModuleList(heads)})
+    assert list(find_stacks(model)) == ["encoder"]
+
+
 def test_equal_towers_are_no_blocks() -> None:
     def tower() -> nn.Module:
         return nn.ModuleDict({"blocks": nn.ModuleList([torch_block(), torch_block()]), "last": nn.Linear(8, 8)})

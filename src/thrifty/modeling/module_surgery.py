@@ -106,7 +106,20 @@ def _stacks(model: nn.Module, kind: type[nn.Module], outside: Iterable[str] = ()
 
 
 def _without_heads(stacks: Mapping[str, nn.ModuleList]) -> dict[str, nn.ModuleList]:
-    return {name: blocks for name, blocks in stacks.items() if returns_stream_width(blocks[0])}
+    longest = max(map(len, stacks.values()), default=0)
+    return {
+        name: blocks
+        for name, blocks in stacks.items()
+        if returns_stream_width(blocks[0]) or (len(blocks) == longest and _passes_stream(blocks[0]))
+    }
+
+
+def _passes_stream(block: nn.Module) -> bool:
+    """Return True if a layer's output has the width of a norm and of an earlier layer's input. Later layers of the
+    block, such as a gate, may have other outputs."""
+    layers, norms = [*weight_layers(block).values()], _norm_widths(block)
+    streams = [{*map(in_width, layers[: n + 1])} & {*norms} for n in range(len(layers))]
+    return any(out_width(layer) in widths for layer, widths in zip(layers, streams, strict=True))
 
 
 def returns_stream_width(block: nn.Module) -> bool:
