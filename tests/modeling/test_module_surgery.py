@@ -200,6 +200,15 @@ def test_a_block_of_experts_with_norms_is_no_tower() -> None:
     assert list(find_stacks(nn.ModuleDict({"blocks": nn.ModuleList([block(), block()])}))) == ["blocks"]
 
 
+def test_a_block_with_a_list_of_two_mlps_is_no_tower() -> None:
+    def block() -> nn.Module:
+        mlps = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(2))
+        return nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "mlps": nn.ModuleList(mlps)})
+
+    stacks = find_stacks(nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(3))}))
+    assert {name: len(blocks) for name, blocks in stacks.items()} == {"layers": 3}
+
+
 def test_a_sequence_around_a_model_is_no_stack() -> None:
     block = lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))  # noqa: E731
     model = nn.Module()

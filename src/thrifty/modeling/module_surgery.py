@@ -138,7 +138,7 @@ def are_copies(blocks: Iterable[nn.Module]) -> bool:
 
 def _is_tower(module: nn.Module) -> bool:
     """Return True if a module is no block, but contains a list of several equal blocks, and at most one of its weight
-    layers is outside of the list. A block with a list of experts has more layers outside."""
+    layers is outside of the list. A block with a list of experts or MLPs has more layers or attention outside."""
     lists = [
         name
         for name, each in module.named_modules()
@@ -147,7 +147,9 @@ def _is_tower(module: nn.Module) -> bool:
         and all(map(_is_block, present(each)))
         and are_copies(present(each))
     ]
-    return bool(lists) and sum(not any(is_under(name, each) for each in lists) for name in _matrix_layers(module)) < 2
+    layers = _matrix_layers(module).items()
+    outside = [layer for name, layer in layers if not any(is_under(name, each) for each in lists)]
+    return bool(lists) and len(outside) < 2 and not any(isinstance(layer, nn.MultiheadAttention) for layer in outside)
 
 
 def refuse_repeated(stack: str, blocks: nn.ModuleList) -> None:
