@@ -15,6 +15,7 @@ from thrifty.core.technique import Technique
 from thrifty.modeling.attention_calls import is_causal
 from thrifty.modeling.attention_cores import SwappableCore, call_core
 from thrifty.modeling.attention_sites import find_attention_sites
+from thrifty.modeling.attention_trial import observed_heads
 from thrifty.techniques.attention.tiled import TiledAttention
 from thrifty.techniques.attention.window import WindowAttention
 
@@ -345,6 +346,20 @@ def test_attention_to_another_sequence_is_left_out_and_named() -> None:
     assert any("reader" in note and "cross" in note for note in notes)
     layer = nn.TransformerDecoderLayer(WIDTH, HEADS)
     assert [site.name for site in find_attention_sites(layer)] == ["self_attn"]
+
+
+class Wide(FusedWithMask):
+    """Values are wider than queries and keys."""
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = super().split(x)
+        return q[..., 1:], k[..., 1:], v
+
+
+def test_values_of_another_width_show_heads_and_causality() -> None:
+    (site,) = find_attention_sites(nn.Sequential(Wide()))
+    assert site.hides_later_keys
+    assert observed_heads(site.module, WIDTH) == (HEADS, HEADS, WIDTH // HEADS - 1)
 
 
 class Both(nn.Module):

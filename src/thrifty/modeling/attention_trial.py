@@ -110,7 +110,7 @@ def _trial(
     def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: object) -> Tensor:
         seen.append((q, k, v))
         call.mask = mask
-        return torch.zeros_like(q)
+        return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
     tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}
     call = CaughtCall(core, causal=False)
