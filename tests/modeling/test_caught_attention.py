@@ -410,6 +410,14 @@ def test_attention_with_other_keys_is_left_out_and_named() -> None:
     assert torch.equal(model[1:](inputs()), expected)
 
 
+def test_sites_are_found_without_copies_of_weights() -> None:
+    model = nn.Sequential(Fused(), Merged())
+    for module in model:
+        large = torch.ones((), dtype=torch.bfloat16).expand(2**25, 2**25)  # has no copy in float32
+        module.large = nn.Parameter(large, requires_grad=False)
+    assert [site.name for site in find_attention_sites(model)] == ["0"]
+
+
 class Named(nn.Module):
     """A model whose names resemble those of attention to another sequence."""
 

@@ -7,13 +7,13 @@ output of a layer show which rows of the layer they come from. The values of the
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake, unset_fake_temporarily
 from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -82,8 +82,8 @@ def runs_without_attention(owner: nn.Module, width: int) -> bool:
 
 def has_other_keys(owner: nn.Module, width: int) -> bool:
     """Return True if a module with inputs of `width` channels can be called alone, and its attention has another number
-    of keys than of queries."""
-    call, seen = _trial(owner, width)
+    of keys than of queries. Only shapes are computed, so weights are not copied."""
+    call, seen = _trial(owner, width, mode=FakeTensorMode(allow_non_fake_inputs=True))
     return call is not None and call.is_done and not seen
 
 
@@ -100,11 +100,15 @@ def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _trial(
-    owner: nn.Module, width: int, tokens: int = TOKENS, replaced: tuple[nn.Module, Callable[..., Tensor]] | None = None
+    owner: nn.Module,
+    width: int,
+    tokens: int = TOKENS,
+    replaced: tuple[nn.Module, Callable[..., Tensor]] | None = None,
+    mode: AbstractContextManager[object] | None = None,
 ) -> tuple[CaughtCall | None, list[tuple[Tensor, Tensor, Tensor]]]:
-    """Call a module alone, without its hooks on outputs but with the hook `replaced` of one module. Return the call,
-    and queries, keys and values of each attention call in it; None and no tensors if the module requires more inputs,
-    or cannot be called without its values."""
+    """Call a module alone, without its hooks on outputs but with the hook `replaced` of one module, and in `mode`.
+    Return the call, and queries, keys and values of each attention call in it; None and no tensors if the module
+    requires more inputs, or cannot be called without its values."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: object) -> Tensor:
@@ -112,9 +116,9 @@ def _trial(
         call.mask = mask
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
-    tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}
     call = CaughtCall(core, causal=False)
-    with with_real_tensors(), restore_module_state(owner):
+    with with_real_tensors(), restore_module_state(owner), mode or nullcontext():
+        tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}
         for module in owner.modules():
             module._forward_hooks = OrderedDict()
         if replaced:
