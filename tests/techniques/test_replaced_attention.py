@@ -21,7 +21,7 @@ from thrifty.core.state import TrainState
 from thrifty.kernels.attention_filters import dota_filter, elsa_filter, sanger_filter
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_pairs
 from thrifty.kernels.tiled_attention import causal_attention_reference, full_attention, segment_mask
-from thrifty.modeling.attention_cores import ATTENTION_SITES, LOSING_CORES
+from thrifty.modeling.attention_cores import ATTENTION_SITES, LOSING_CORES, hides_later_keys
 from thrifty.modeling.attention_sites import find_attention_sites
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.memory.recompute import Recompute
@@ -401,6 +401,17 @@ class TestModelsOfTransformers:
         mask[..., :3, :3] = True
         with pytest.raises(RefusedError, match="hides later tokens, but LlamaAttention attends"):
             model(TOKENS, attention_mask=mask)
+
+    def test_a_mask_of_all_layers_is_read_until_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, mask = technique("attention.window").model(theirs("llama")), torch.ones_like(TOKENS)
+        mask[0, :4] = 0
+        reads, triu = [], Tensor.triu
+        monkeypatch.setattr(Tensor, "triu", lambda *args: reads.append(args) or triu(*args))
+        model(TOKENS, attention_mask=mask)
+        assert len(reads) == 1
+        shared = torch.ones(4, 4, dtype=torch.bool).tril()
+        assert hides_later_keys(shared)
+        assert not hides_later_keys(shared.fill_(True))
 
     @pytest.mark.parametrize("kind", ["llama-grouped", "gpt2"])
     @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ A core maps q (b, h, t, k), k and v (b, g, s, k) and an optional boolean mask to
 arguments are a dropout rate of the weights, and a bias (b or 1, h or 1, t, s) that is added to the scores.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
@@ -76,10 +77,23 @@ def has_values(x: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
 
 
+_HIDING: MutableMapping[Tensor, tuple[int, bool]] = WeakTensorKeyDictionary()
+"""Masks that are in use, each with the number of writes to it and whether it hides later keys."""
+
+
 def hides_later_keys(visible: Tensor) -> bool:
-    """Return True if no pair (…, t, s) has a later key, as in a decoder. Return False without values."""
-    if not has_values(visible) or visible.shape[-1] < 2:
+    """Return True if no pair (…, t or 1, s) has a later key, as in a decoder. Return False without values. Layers may
+    share a mask, so its result is remembered."""
+    if not has_values(visible):
         return False
+    if visible.is_inference():  # its writes are not counted
+        return _hides_later_keys(visible)
+    if _HIDING.get(visible, (-1,))[0] != visible._version:
+        _HIDING[visible] = visible._version, _hides_later_keys(visible)
+    return _HIDING[visible][1]
+
+
+def _hides_later_keys(visible: Tensor) -> bool:
     with _disable_current_modes():  # each trace of a block must contain the same operations
         return not bool(visible.triu(1).any())
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.errors import RefusedError, class_name
 from thrifty.modeling.attention_calls import LOOKUP, looks_up_function
@@ -20,6 +19,7 @@ from thrifty.modeling.attention_cores import (
     AttentionSite,
     call_core,
     has_values,
+    hides_later_keys,
     visible_and_bias,
 )
 
@@ -123,7 +123,7 @@ def _attend(
         attention_mask = _causality(module, query, key, options.get("is_causal"))
     mask, bias = (None, None) if attention_mask is None else visible_and_bias(attention_mask)
     if mask is not None and mask.shape[-1] == t and has_values(mask) and (technique := LATER_HIDDEN.get(module)):
-        _refuse_later_keys(technique, module, mask.expand(-1, -1, t, -1))
+        _refuse_later_keys(technique, module, mask)
     if (positions := options.get("position_bias")) is not None:
         bias = positions if bias is None else bias + positions
     usual = query.shape[-1] ** -0.5
@@ -134,9 +134,7 @@ def _attend(
 
 
 def _refuse_later_keys(technique: str, module: nn.Module, mask: Tensor) -> None:
-    with _disable_current_modes():  # each trace of a block must contain the same operations
-        shows_later_keys = bool(mask.triu(1).any())
-    if shows_later_keys:
+    if not hides_later_keys(mask):
         raise RefusedError(
             f"{technique} hides later tokens, but {class_name(module)} attends to some, such as patches of an image",
             fix=f"--without {technique} --with attention.tiled",
