@@ -294,6 +294,38 @@ def test_decoders_with_a_mask_keep_the_same_keys(name: str) -> None:
     torch.testing.assert_close(*outputs)
 
 
+class GivenMask(nn.Module):
+    """Blocks that are causal by a mask of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(4))
+        self.wte, self.h = nn.Embedding(256, 16), nn.ModuleList(layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, later = self.wte(tokens), torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        for block in self.h:
+            x = block(x, later)
+        return x
+
+
+@pytest.mark.parametrize("build", [lambda: masked_copy(NanoGPT(32, 4, 256, 16)), GivenMask], ids=["own", "given"])
+@pytest.mark.parametrize("name", ["attention.spatten", "attention.dota"])
+def test_compiled_decoders_with_a_mask_keep_the_same_keys(name: str, build: Any) -> None:
+    model = technique(name, from_step=0).model(build())
+    model(text())  # the longest text so far
+    with torch.no_grad():
+        expected = model(text()[:, :8])
+        torch.testing.assert_close(torch.compile(model, backend="eager")(text()[:, :8]), expected)
+
+
+@pytest.mark.parametrize("name", ["attention.spatten", "attention.dota"])
+def test_known_decoders_do_not_read_their_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = technique(name, from_step=0).model(masked_copy(NanoGPT(32, 4, 256, 16)))
+    monkeypatch.setattr(Tensor, "triu", lambda *args: pytest.fail("a mask was read"))
+    model(text())
+
+
 def test_random_blocks_that_a_mask_hides_are_named() -> None:
     model = NanoGPT(32, 2, 256, 16)
     for each, is_named in ((masked_copy(model), True), (model, False)):

@@ -100,7 +100,7 @@ def test_a_share_of_kept_tokens_are_the_latest(latest: float) -> None:
 def test_the_latest_tokens_are_kept_in_decoders_only() -> None:
     for run, latest in ((plain_run, 0.5), (image_run, 0.0)):
         model = technique(NAME, from_step=0).model(run().build())
-        assert [place.module.core.keep.latest for place in ATTENTION_SITES.of(model)][1:] == [latest] * 3
+        assert [place.module.core.shares(None).latest for place in ATTENTION_SITES.of(model)][1:] == [latest] * 3
 
 
 def test_removed_and_masked_tokens_never_return() -> None:

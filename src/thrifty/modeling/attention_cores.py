@@ -81,6 +81,7 @@ _HIDING: MutableMapping[Tensor, tuple[int, bool]] = WeakTensorKeyDictionary()
 """Masks that are in use, each with the number of writes to it and whether it hides later keys."""
 
 
+@torch.compiler.disable  # compiled models decide as others do
 def hides_later_keys(visible: Tensor) -> bool:
     """Return True if no pair (…, t or 1, s) has a later key, as in a decoder. Return False without values. Layers may
     share a mask, so its result is remembered."""

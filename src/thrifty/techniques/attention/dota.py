@@ -62,6 +62,7 @@ class DetectorCore:
 
     def __init__(self, settings: "Dota", site: AttentionSite, is_active: bool):
         self.settings, self.site, self.is_active = settings, site, is_active
+        self.is_decoder = site.causal or site.hides_later_keys
         self.input: Tensor | None = None
         self.losses: list[Tensor] | None = None  # a list during collection
 
@@ -76,7 +77,8 @@ class DetectorCore:
                 self.losses.append(loss)
         if not self.is_active or estimated is None:
             return call_core(self.site.plain, q, k, v, mask, **options)
-        most, counts = self.kept_counts(visible)
+        is_decoder = self.is_decoder or (mask is not None and hides_later_keys(mask))
+        most, counts = self.kept_counts(visible, is_decoder)
         bias = options.get("bias")
         ranked = estimated.detach() if bias is None else estimated.detach() + bias.detach()
         keys = balanced_keys(ranked, most, visible, counts)
@@ -84,14 +86,14 @@ class DetectorCore:
             return row_attention(q, k, v, keys, **options)
         return attend_kept(q, k, v, keep_of(keys, k.shape[2]), **options)
 
-    def kept_counts(self, visible: Tensor) -> tuple[int, Tensor | None]:
+    def kept_counts(self, visible: Tensor, is_decoder: bool) -> tuple[int, Tensor | None]:
         """Return the maximum number of kept keys per query, and the number for each example (b,).
 
         In an encoder the number is a fraction of the example's own tokens. In a decoder it is a fraction of the longest
         training text, so that it is the same in a text of any length, and the second value is None.
         """
         density, tokens = self.settings.density, visible.shape[-1]
-        if self.site.causal or hides_later_keys(visible):
+        if is_decoder:
             return max(round(density * self.longest(tokens)), 1), None
         counts = (visible.sum(-1).amax((1, 2)).double() * density).round().clamp(min=1)
         return max(round(density * tokens), 1), counts

@@ -74,14 +74,14 @@ class CascadeCore:
     """An attention core that stores the `CascadeState` that it receives, because recomputation needs it again."""
 
     def __init__(self, relay: CascadeRelay, site: AttentionSite, keep: KeptShares, bits: int):
-        """`keep` is for a decoder. In an encoder, no tokens are kept because they are the latest."""
         self.relay, self.site, self.keep, self.bits = relay, site, keep, bits
+        self.is_decoder = site.causal or site.hides_later_keys
         self.received: CascadeState | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         refuse_other_lengths(q.shape[2], k.shape[2])
         visible = visible_pairs(q.shape[2], k.shape[2], self.site.causal, mask, q.device)
-        keep = self.keep if self.site.causal or hides_later_keys(visible) else replace(self.keep, latest=0.0)
+        keep = self.shares(mask)
         if in_backward():
             self.refuse_several_passes()
             return cascade_attention(q, k, v, visible, self.received, keep, self.bits, **options)[0]
@@ -96,6 +96,11 @@ class CascadeCore:
             self.received = before
         output, self.relay.current = cascade_attention(q, k, v, visible, before, keep, self.bits, **options)
         return output
+
+    def shares(self, mask: Tensor | None) -> KeptShares:
+        """Return what the block keeps. In an encoder, no tokens are kept because they are the latest."""
+        is_decoder = self.is_decoder or (mask is not None and hides_later_keys(mask))
+        return self.keep if is_decoder else replace(self.keep, latest=0.0)
 
     def refuse_several_passes(self) -> None:
         if (passes := self.relay.count_passes()) > 1:
