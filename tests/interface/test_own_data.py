@@ -189,6 +189,17 @@ def test_a_file_that_a_dataset_opens_is_read_by_one_process(
     assert rows.file is None and pickle.dumps(dataset)
 
 
+@pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
+def test_start_functions_of_forked_workers_find_the_dataset(context: str | None, tmp_path: Path) -> None:
+    for name, first in {"rows": 0, "rows of workers": 1000}.items():
+        np.repeat(np.arange(first, first + 100), 64).tofile(tmp_path / name)
+    options = {"worker_init_fn": user_work.read_other_rows, "multiprocessing_context": context}
+    loader = DataLoader(user_work.RowsOfFile(str(tmp_path / "rows")), 8, num_workers=1, **options)
+    source = opened(loader).train
+    assert all((batch["batch"] >= 1000).all() for batch in prefetch(source, 0, 3))
+    assert any("its workers are forked" in notice for notice in source.notices) == (context in ("spawn", "forkserver"))
+
+
 def test_an_error_in_a_worker_keeps_its_fix() -> None:
     class Broken(user_work.NoisySums):
         def __getitem__(self, index: int) -> Any:

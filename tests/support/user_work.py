@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 
 class NoisySums(Dataset[dict[str, Tensor]]):
@@ -44,6 +44,11 @@ class RowsOfFile(Dataset[Tensor]):
         self.file: Any = self.file or open(self.path, "rb", buffering=0)  # noqa: SIM115
         self.file.seek(512 * index)
         return torch.frombuffer(bytearray(self.file.read(512)), dtype=torch.int64)
+
+
+def read_other_rows(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.path += " of workers"
 
 
 class Sentences(Dataset[Tensor]):

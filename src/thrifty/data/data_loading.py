@@ -18,7 +18,7 @@ from torch.utils.data import (
 from thrifty.core.errors import RefusedError, UsageError
 
 Collate = Callable[[list[Any]], Any]
-LOADING = ("num_workers", "prefetch_factor", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+LOADING = ("num_workers", "prefetch_factor", "pin_memory", "timeout", "worker_init_fn")
 """DataLoader settings that change how examples are read, but not which examples are read."""
 
 
@@ -109,6 +109,8 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
         notices.append("the DataLoader has shuffle=False: each epoch reads examples in the order of the dataset")
     if is_random and sampler.generator is not None:
         notices.append("the DataLoader's generator is not used: the run's seed determines the order of examples")
+    if loader.multiprocessing_context and loader.multiprocessing_context.get_start_method() != "fork":
+        notices.append("the DataLoader's multiprocessing_context is not used: its workers are forked")
     if batches.drop_last and len(loader.dataset) % batches.batch_size:
         notices.append(
             "the DataLoader has drop_last=True: no batch is dropped, because batches continue into the next epoch"

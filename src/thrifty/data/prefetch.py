@@ -57,7 +57,7 @@ class _Steps(Dataset[Batch | ThriftyError]):
 def _loaded(source: BatchSource, steps: Iterable[int]) -> Iterator[Batch]:
     options = dict(source.loading)
     if options.get("num_workers"):
-        options.setdefault("multiprocessing_context", "fork")  # the source may not be picklable
+        options["multiprocessing_context"] = "fork"  # the source may not be picklable
     loader = DataLoader(
         _Steps(source), batch_size=None, sampler=steps, collate_fn=_unchanged, generator=torch.Generator(), **options
     )

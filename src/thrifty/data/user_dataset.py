@@ -1,7 +1,7 @@
 """Map-style datasets of users. Batches depend only on seed and step."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,6 @@ class UserDataset:
         pairs = ([self.seeded_fields([index], ["first"]) for _ in range(2)] for index in read_twice)
         self.unrepeated = next(filter(None, (same_values(*pair) for pair in pairs)), "")
         """Name of a part that differs between two reads with the same seeds; empty if all parts are equal."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "dataset": self.original}
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -90,6 +87,17 @@ class UserDataset:
             ) from error
 
 
+class WorkerStart:
+    """A user's `worker_init_fn`, which finds the user's dataset in `get_worker_info()`."""
+
+    def __init__(self, function: Callable[[int], Any], dataset: Any):
+        self.function, self.dataset = function, dataset
+
+    def __call__(self, number: int) -> None:
+        object.__setattr__(get_worker_info(), "dataset", self.dataset)  # frozen, and torch's is a dataset of batches
+        self.function(number)
+
+
 class UserSource(EpochSource):
     """Training examples of a user's dataset in epochs.
 
@@ -102,7 +110,9 @@ class UserSource(EpochSource):
 
     def __init__(self, contents: UserDataset, batch: int, seed: int, parts: DataParts):
         super().__init__(contents, batch, seed)
-        self._loading, self.is_shuffled = parts.loading, parts.is_shuffled
+        self._loading, self.is_shuffled = dict(parts.loading), parts.is_shuffled
+        if function := self._loading.get("worker_init_fn"):
+            self._loading["worker_init_fn"] = WorkerStart(function, contents.original)
         self.notices, self.unrepeatable = parts.notices, contents.unrepeated_words("data")
 
     @property
