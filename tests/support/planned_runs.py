@@ -65,8 +65,9 @@ def searching(
 ) -> PlanSearch:
     """Return a search over the tiny recipe for `memory` MB, with counts by the formula."""
     plain, planned = plain_run(batch=BATCH), recipe(*base)
-    options, _ = allowed_options(planned, plain, CATALOGUE, allow, "cpu", ranks)
-    return PlanSearch(plain, planned.techniques, 100, options, memory * MB, **({"count": formula} | how))
+    options, others = allowed_options(planned, plain, CATALOGUE, allow, "cpu", ranks)
+    how = {"count": formula, "wider": {each.numerics for axis in others.values() for each in axis}} | how
+    return PlanSearch(plain, planned.techniques, 100, options, memory * MB, **how)
 
 
 def by_expectation(candidate: PlanCandidate, bar: float = math.inf) -> StepTiming:

@@ -13,10 +13,12 @@ from math import ceil, inf
 
 from thrifty.composition.compose import refuse_illegal
 from thrifty.core.errors import InfeasibleError, ThriftyError
+from thrifty.core.technique import Numerics
 from thrifty.planning.candidate_trials import NEAR, CandidateTrials
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.proven_gains import AXIS as GAINS
 from thrifty.planning.proven_gains import ProvenGain, options_with_gains
+from thrifty.planning.search_space import NUMERICS_ORDER
 
 FINALISTS, COUNTS, PROBES, ALIKE = 4, 48, 8, 2
 """Number of probed candidates that fit, in addition to the unchanged recipe. Maximum numbers of combinations whose
@@ -41,6 +43,8 @@ class PlanSearch(CandidateTrials):
     finalists: int = FINALISTS
     gains: Sequence[ProvenGain] = ()
     """Techniques that change the result of training, with a gain that comparisons proved."""
+    wider: Collection[Numerics] = ()
+    """Changes of values that are not allowed, and that other options would make."""
 
     def run(self) -> PlanCandidate:
         """Return the best candidate. Raises InfeasibleError if no candidate fits; the error names the limit to relax.
@@ -260,8 +264,8 @@ class PlanSearch(CandidateTrials):
         if self.stopped:
             among = f"stopped after {self.seconds_taken:.0f} s and skipped {self.stopped}: no tried combination"
             further = f"--seconds {self.further_seconds}; or "
+        wider = "".join(f"--allow {each.value}; or " for each in NUMERICS_ORDER if each in self.wider)
         return InfeasibleError(
             f"{among} fits in {self.memory / 1e6:,.4g} MB: {what}",
-            fix=f"{further}--memory {ceil(needed / 1e6)}MB; or --allow rounding; or --allow different; or a smaller "
-            "model, data.length or data.batch",
+            fix=f"{further}--memory {ceil(needed / 1e6)}MB; or {wider}a smaller model, data.length or data.batch",
         )

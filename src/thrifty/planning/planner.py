@@ -147,6 +147,7 @@ class Planner(Forecaster):
             self.began,
             finalists=self.finalists,
             gains=self.gains,
+            wider={option.numerics for options in disallowed.values() for option in options},
             device=self.device,
             say=self.say,
         )
