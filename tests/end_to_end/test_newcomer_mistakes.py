@@ -129,6 +129,10 @@ def build_frozen() -> nn.Module:
     return build_model().requires_grad_(False)
 
 
+def build_sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 8, sparse=True), build_model())
+
+
 def build_on_meta() -> nn.Module:
     with torch.device("meta"):
         return build_model()
@@ -151,7 +155,7 @@ def loss_as_dict(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 
 INPUTS, LABELS = torch.linspace(-1, 1, 64 * 8).view(64, 8), torch.arange(64) % 3
-EXAMPLES = TensorDataset(INPUTS, LABELS)
+EXAMPLES, WORDS = TensorDataset(INPUTS, LABELS), TensorDataset(torch.arange(64) % 9, LABELS)
 
 
 def train(**changed: Any) -> Any:
@@ -174,6 +178,8 @@ PYTHON_MISTAKES: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: train(loss=loss_as_dict), "is a dict", "return a tensor (8,)"),
     (lambda: train(loss=loss_of_keys), "a batch is a list of 2 parts", "def loss(model, batch)"),
     (lambda: train(loss=nn.CrossEntropyLoss()), "a batch is a list of 2 parts", "def loss(model, batch)"),
+    (lambda: train(techniques=[torch.optim.AdamW]), "'AdamW'", "techniques=[thrifty.AdamW(lr=1e-3)]"),
+    (lambda: train(model=build_sparse, data=WORDS, held_out=WORDS), "'0.weight' is sparse", "sparse=False"),
     (lambda: train(loss="cross_entropy"), "no objective 'cross_entropy'", "next_token"),
     (lambda: train(loss=None), "no loss was passed", "pass loss="),
     (lambda: train(data=3), "is a int, not a dataset", "map-style"),

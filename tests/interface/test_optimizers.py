@@ -51,6 +51,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, sche
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Sgd"])
+def test_sparse_gradients_are_refused_with_the_fix(name: str) -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1))
+    model(torch.arange(9)).sum().backward()
+    with pytest.raises(UsageError, match=r"the gradient of '0\.weight' is sparse") as error:
+        make(name, model, lr=1e-2).step()
+    assert error.value.fix == "build the layer with sparse=False: nn.Embedding(…, sparse=False)"
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "ConstantLR": lambda o: schedulers.ConstantLR(o, total_iters=4),
     "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 12),

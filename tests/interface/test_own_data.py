@@ -441,6 +441,23 @@ def test_presets_learn_from_own_datasets(preset: str, data: Any, loss: Any, tmp_
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 
+class WithLoss(nn.Module):
+    def __init__(self, form: str):
+        super().__init__()
+        self.form, self.layer = form, nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.layer(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        return (loss, logits) if self.form == "tuple" else {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_the_loss_of_a_models_output_is_used(form: str, tmp_path: Path) -> None:
+    options = {"held_out": ROWS, "budget": 2, "batch": 8, "runs": tmp_path, "quiet": True}
+    assert thrifty.train(WithLoss(form), ROWS, **options).loss > 0
+
+
 def test_a_preset_on_own_data_requires_a_loss(tmp_path: Path) -> None:
     data = [{"tokens": row} for row in torch.randint(0, 300, (24, 16))]
     with pytest.raises(UsageError, match="no loss was passed") as error:

@@ -19,7 +19,7 @@ from thrifty.core.stages import HOW
 from thrifty.core.technique import Technique
 from thrifty.modeling.parameter_kinds import marks_of
 from thrifty.optim.parameter_partition import ParameterPartition
-from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.torch_optimizer import TransformOptimizer, dense_gradients
 from thrifty.optim.transform_elements import AddDecayedWeights
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -158,8 +158,8 @@ class TechniqueOptimizer(TransformOptimizer):
         if self.updates < scoring_steps:  # a missing gradient then counts as zero
             active = list(range(len(parameters)))
         self._locate(active)
-        own = [parameters[index] for index in active]
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
+        own, names = [parameters[index] for index in active], self.names
+        gradients = dense_gradients([names[index] for index in active], own)
         self.site.update(gradients, own, self.updates, self.age)
         self.updates += 1
         for index in active:

@@ -134,7 +134,8 @@ def technique_of(technique: str | Technique | type[Technique], settings: dict[st
     else:
         base, kind = None, techniques.find(technique) if isinstance(technique, str) else technique
         if not (isinstance(kind, type) and issubclass(kind, Technique)):
-            what = f"a technique is a '{type(technique).__name__}', not a thrifty.Technique, its class or its name"
+            given = (technique if isinstance(technique, type) else type(technique)).__name__
+            what = f"a technique is a '{given}', not a thrifty.Technique, its class or its name"
             raise UsageError(what, fix="techniques=[thrifty.AdamW(lr=1e-3)]")
     return build(kind, settings, kind.name, base)
 

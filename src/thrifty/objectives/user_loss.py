@@ -260,7 +260,8 @@ def form_of(value: Any) -> str:
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean loss that a model of `transformers` computes for a batch (a dict) with labels.
+    """Return the mean loss that a model computes for a batch (a dict of its arguments). The output is an object or
+    a dict with a loss or, as in `transformers`, a tuple with the loss first.
 
     Raises UsageError if the batch is not a mapping or the output has no loss.
     """
@@ -270,12 +271,15 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
             fix="pass loss=, a function of (model, batch)",
         )
     try:
-        loss = getattr(model(**batch), "loss", None)
+        output = model(**batch)
     except TypeError as error:
         raise UsageError(
             f"no loss was passed, and the model does not accept the keys of the batch: {error}",
             fix="pass loss=, a function of (model, batch)",
         ) from error
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not output[0].ndim:
+        loss = output[0]
     if loss is None:
         raise UsageError(
             "no loss was passed, and the model's output has no loss",

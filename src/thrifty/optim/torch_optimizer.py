@@ -155,7 +155,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         if self._is_first or self.unreached:
             idle = {name for name, each in zip(self.names, parameters, strict=True) if each.grad is None}
             self.unreached, self._is_first = idle if self._is_first else self.unreached & idle, False
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        gradients = dense_gradients(self.names, parameters)
         self.site.update(gradients, parameters, self.updates, self.age)
         self.updates += 1
 
@@ -190,6 +190,17 @@ class TransformOptimizer(torch.optim.Optimizer):
             yield
         finally:
             _set(parameters, trained)
+
+
+def dense_gradients(names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of named parameters, zeros where there is none. Raise UsageError for a sparse gradient."""
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise UsageError(
+                f"the gradient of {name!r} is sparse; updates support only dense gradients",
+                fix="build the layer with sparse=False: nn.Embedding(…, sparse=False)",
+            )
+    return [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
 
 
 @torch.no_grad()
