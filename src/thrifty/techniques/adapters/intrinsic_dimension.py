@@ -87,7 +87,7 @@ class RandomSubspace:
             yield weight, value.view_as(weight)
 
     def _note(self, z: Tensor) -> None:
-        self.placed = (z.data_ptr(), z._version, z.detach().clone()) if has_values(z) else None
+        self.placed = (z.data_ptr() if has_values(z) else 0, z._version, z.detach().clone())
 
     def _is_set_for(self, z: Tensor) -> bool:
         """Return True if the weights were last set for these values of z (d,)."""
