@@ -1,7 +1,8 @@
-"""torch.compile (Ansel et al. 2024): compile each block, the norms outside blocks and the loss.
+"""torch.compile (Ansel et al. 2024): compile each block and the loss; or a model without blocks.
 
 Paper       Ansel et al. 2024, PyTorch 2 (ASPLOS), doi 10.1145/3620665.3640366.
-Promise     Elementwise operations are fused. Equal blocks share one compilation.
+Promise     Elementwise operations are fused. Equal blocks share one compilation; a model without a list of equal blocks
+            is compiled whole.
 Use         model = thrifty.apply(model, "compile")
 Start with  `compile`. Use `dynamic=true` if batch shapes vary.
 Cost        Ten seconds before the first step, the first time up to a minute; again after each change of the structure.
@@ -9,7 +10,10 @@ Avoid       Very short runs. CPUs without a C++ compiler (`thrifty doctor` repor
 Does not    Change results beyond rounding, or rename parameters.
 """
 
+from collections.abc import Callable
 from functools import partial
+from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,16 +55,38 @@ class CompiledBlocks(Technique):
                 fix="apt-get install g++ python3-dev (Debian); or --without compile",
             )
         prepare_compile_cache()
-        stacks = find_stacks(model)
+        codes: dict[type, CodeType] = {}
+        try:
+            stacks = find_stacks(model)
+        except RefusedError:
+            self.compile(model, codes)
+            add_note("the whole model, because it has no list of equal blocks")
+            return model
         for name, blocks in stacks.items():
             for block in blocks:
-                block.compile(backend=self.backend, dynamic=self.dynamic)
-            add_note(f"{len(blocks)} blocks in {name or 'the model'}, compiled once, and the norms around them")
-        inside = {module for blocks in stacks.values() for module in blocks.modules()}
-        for norm in model.modules():
-            if isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm not in inside:
-                norm.compile(backend=self.backend, dynamic=self.dynamic)
+                self.compile(block, codes)
+            add_note(f"{len(blocks)} blocks in {name or 'the model'}, compiled once")
         return model
+
+    def compile(self, module: nn.Module, codes: dict[type, CodeType]) -> None:
+        """Compile a module in place. `nn.Module.compile` has no effect on torch's own layers, because torch captures
+        only code outside of torch."""
+        module.compile(backend=self.backend, dynamic=self.dynamic)
+        if str(getattr(module.forward, "__module__", "")).startswith("torch."):
+            called = _called_by_own_code(module, codes)
+            module._compiled_call_impl = torch.compile(called, backend=self.backend, dynamic=self.dynamic)
 
     def objective(self, objective: Objective) -> Objective:
         return objective.compiled(partial(torch.compile, backend=self.backend, dynamic=self.dynamic))
+
+
+def _called_by_own_code(module: nn.Module, codes: dict[type, CodeType]) -> Callable[..., Any]:
+    """Return a function that calls a layer. Each kind of layer has its own code, for which torch counts recompilations;
+    `codes` holds it."""
+    call = module._call_impl
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    called.__code__ = codes.setdefault(type(module), called.__code__.replace(co_name=type(module).__name__))
+    return called
