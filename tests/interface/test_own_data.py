@@ -171,22 +171,36 @@ class Doubled(Dataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [user_work.RowsOfFile, user_work.RowsOfFiles])
 @pytest.mark.parametrize(
     "wrapped",
     [lambda rows: rows, lambda rows: Subset(rows, range(1500)), lambda rows: ConcatDataset([rows, rows]), Doubled],
     ids=["plain", "subset", "concatenated", "wrapped"],
 )
 def test_a_file_that_a_dataset_opens_is_read_by_one_process(
-    wrapped: Callable[[Any], Any], workers: int, tmp_path: Path
+    kind: type[user_work.RowsOfFile], wrapped: Callable[[Any], Any], workers: int, tmp_path: Path
 ) -> None:
     """Processes that share an opened file would share its position, and return other rows."""
     np.repeat(np.arange(2000), 64).tofile(tmp_path / "rows")
-    rows = user_work.RowsOfFile(str(tmp_path / "rows"))
+    rows = kind(str(tmp_path / "rows"))
     dataset, times = wrapped(rows), 2 if wrapped is Doubled else 1
     source = opened(DataLoader(dataset, 32, shuffle=True, num_workers=workers), Subset(dataset, range(9))).train
     for batch in prefetch(source, 0, 50):
         assert torch.equal(batch["batch"], batch["batch"][:, :1].expand(-1, 64)) and (batch["batch"] % times == 0).all()
-    assert rows.file is None and pickle.dumps(dataset)
+    assert rows.file is None and not getattr(rows, "files", None) and pickle.dumps(dataset)
+
+
+def test_other_attributes_of_a_read_dataset_are_the_users(tmp_path: Path) -> None:
+    np.repeat(np.arange(100), 64).tofile(tmp_path / "rows")
+    rows = user_work.RowsOfFiles(str(tmp_path / "rows"))
+    for step in range(2):  # each call reads the same object
+        source = opened(rows).train
+        before = rows.reads
+        source.at(0)
+        assert rows.reads == before + 8 > 8
+        np.repeat(np.arange(1000, 1100), 64).tofile(tmp_path / f"rows {step}")
+        rows.path = str(tmp_path / f"rows {step}")
+        assert (source.at(0)["batch"] >= 1000).all()
 
 
 @pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])

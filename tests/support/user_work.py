@@ -46,6 +46,26 @@ class RowsOfFile(Dataset[Tensor]):
         return torch.frombuffer(bytearray(self.file.read(512)), dtype=torch.int64)
 
 
+class RowsOfFiles(RowsOfFile):
+    """Such rows, with opened files by path."""
+
+    def __init__(self, path: str):
+        super().__init__(path)
+        self.files: dict[str, Any] = {}
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.reads += 1
+        self.file = self.files.get(self.path)
+        row = super().__getitem__(index)
+        self.files[self.path], self.file = self.file, None
+        return row
+
+    def __del__(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+
 def read_other_rows(worker: int) -> None:
     info: Any = get_worker_info()
     info.dataset.path += " of workers"

@@ -13,6 +13,7 @@ from thrifty.core.model_spec import UserModelSpec
 from thrifty.data.collation import Collation
 from thrifty.data.data_loading import Collate, dataset_of
 from thrifty.data.epoch_sampler import HeldOutExamples
+from thrifty.data.lazy_attributes import LazyAttributes
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.shared_examples import caution_on_shared
 from thrifty.data.user_dataset import UserDataset, UserSource
@@ -51,7 +52,8 @@ class UserData:
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
         if self.examples is None:
             raise RefusedError("an iterable dataset has no previews", fix="pass a map-style dataset")
-        return [ExamplePreview(number, text=repr(self.examples.dataset[number])[:500]) for number in numbers]
+        with self.examples.lazy.present():
+            return [ExamplePreview(number, text=repr(self.examples.dataset[number])[:500]) for number in numbers]
 
     def pictures(self, inputs: Tensor) -> list[str]:
         raise RefusedError("a user's dataset has no pictures", fix="set data.source to a folder of images")
@@ -83,9 +85,9 @@ def open_user_data(
     """
     parts, others = dataset_of(data), dataset_of(held_out)
     joined, examples = collate or parts.collate, None
-    copies: dict[int, Any] = {}
+    lazy = LazyAttributes(*(each.dataset for each in (parts, others) if each.is_map_style))
     if parts.is_map_style:
-        examples = UserDataset(parts.dataset, joined, copies)
+        examples = UserDataset(parts.dataset, joined, lazy)
         train: UserSource | UserStream = UserSource(examples, batch, seed, parts)
         identity = examples.fingerprint()
         if len(examples) < batch:
@@ -100,7 +102,7 @@ def open_user_data(
     if not others.is_map_style and len(rest) > judged:
         rest = rest[:judged]
         train.notices = (*train.notices, _only_first(judged))
-    other = UserDataset(rest, collate or others.collate or parts.collate, copies)
+    other = UserDataset(rest, collate or others.collate or parts.collate, lazy)
     # a resumed run may judge more examples of a stream
     identified = other if others.is_map_style else UserDataset(rest[:IDENTIFYING], other.collation.collate)
     collation = train.collation

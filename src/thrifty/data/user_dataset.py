@@ -14,7 +14,7 @@ from thrifty.data.batch_forms import hashed, same_values
 from thrifty.data.collation import Collation, seeded_draws
 from thrifty.data.data_loading import Collate, DataParts
 from thrifty.data.epoch_sampler import HELD_OUT_KEY, EpochSource
-from thrifty.data.unread_copy import unread_copy
+from thrifty.data.lazy_attributes import LazyAttributes
 
 FINGERPRINTED = 16
 """Number of examples in a fingerprint. They are spread evenly over the dataset."""
@@ -25,16 +25,15 @@ READ_TWICE = 5
 
 
 class UserDataset:
-    """A map-style dataset with its collate function, as `IndexedExamples`. This process reads an `unread_copy` of the
-    dataset; worker processes read the dataset itself. `copies` holds the copies of this process.
-    """
+    """A map-style dataset with its collate function, as `IndexedExamples`. `lazy` are attributes that reads set."""
 
-    def __init__(self, dataset: Any, collate: Collate | None = None, copies: dict[int, Any] | None = None):
-        self.original, self.dataset = dataset, unread_copy(dataset, copies)
+    def __init__(self, dataset: Any, collate: Collate | None = None, lazy: LazyAttributes | None = None):
+        self.dataset, self.lazy = dataset, lazy or LazyAttributes(dataset)
         if not len(dataset):
             raise UsageError("the dataset has no examples", fix="pass a dataset with examples")
-        first = range(min(2, len(dataset)))
-        self.collation = Collation(collate, [self._example(index, "first") for index in first])
+        with self.lazy.present():
+            first = [self._example(index, "first") for index in range(min(2, len(dataset)))]
+            self.collation = Collation(collate, first)
         read_twice = [int(index) for index in np.unique(np.linspace(0, len(dataset) - 1, READ_TWICE).astype(int))]
         pairs = ([self.seeded_fields([index], ["first"]) for _ in range(2)] for index in read_twice)
         self.unrepeated = next(filter(None, (same_values(*pair) for pair in pairs)), "")
@@ -48,8 +47,9 @@ class UserDataset:
 
     def seeded_fields(self, indices: Sequence[int] | np.ndarray, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return the examples at `indices`. `keys` seed random values, one key per example."""
-        examples = [self._example(int(index), key) for index, key in zip(indices, keys, strict=True)]
-        return self.collation.fields(examples, f"{keys[0]}/{len(keys)}/collate")
+        with self.lazy.present():
+            examples = [self._example(int(index), key) for index, key in zip(indices, keys, strict=True)]
+            return self.collation.fields(examples, f"{keys[0]}/{len(keys)}/collate")
 
     def assembled(self, batch: Batch) -> Any:
         return self.collation.assembled(batch)
@@ -76,7 +76,7 @@ class UserDataset:
     def _example(self, index: int, key: str) -> Any:
         try:
             with seeded_draws(key):
-                return (self.original if get_worker_info() else self.dataset)[index]
+                return self.dataset[index]
         except Exception as error:
             if isinstance(error, ThriftyError):
                 raise
@@ -112,7 +112,7 @@ class UserSource(EpochSource):
         super().__init__(contents, batch, seed)
         self._loading, self.is_shuffled = dict(parts.loading), parts.is_shuffled
         if function := self._loading.get("worker_init_fn"):
-            self._loading["worker_init_fn"] = WorkerStart(function, contents.original)
+            self._loading["worker_init_fn"] = WorkerStart(function, contents.dataset)
         self.notices, self.unrepeatable = parts.notices, contents.unrepeated_words("data")
 
     @property

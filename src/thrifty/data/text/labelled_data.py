@@ -21,6 +21,7 @@ from thrifty.data.catalogue import use_model_tokenizer
 from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.data_loading import dataset_of
 from thrifty.data.epoch_sampler import EpochSource, HeldOutExamples
+from thrifty.data.lazy_attributes import LazyAttributes
 from thrifty.data.prepared_cache import read_manifest, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import TEXT_LABELS, refuse_other_tokenizer, text_label_metadata
@@ -155,7 +156,8 @@ def has_texts(data: Any) -> bool:
     """Return True for a map-style dataset whose first example is a mapping that contains text or a list of words."""
     try:
         parts = dataset_of(data)
-        first = parts.dataset[0] if parts.is_map_style and len(parts.dataset) else None
+        with LazyAttributes(parts.dataset).present():
+            first = parts.dataset[0] if parts.is_map_style and len(parts.dataset) else None
     except (UsageError, RefusedError):
         return False
     values = first.values() if isinstance(first, Mapping) else ()
