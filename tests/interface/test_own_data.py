@@ -463,10 +463,25 @@ class WithLoss(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Any:
         logits = self.layer(x)
         loss = nn.functional.cross_entropy(logits, y)
-        return (loss, logits) if self.form == "tuple" else {"loss": loss, "logits": logits}
+        forms = {
+            "tuple": (loss, logits),
+            "dict": {"loss": loss, "logits": logits},
+            "named tuple": Scored(torch.tensor(0.0), loss),
+            "dict with an attribute": AttributeDict({"mean": loss}),
+        }
+        return forms[self.form]
 
 
-@pytest.mark.parametrize("form", ["tuple", "dict"])
+Scored = namedtuple("Scored", "accuracy loss")
+
+
+class AttributeDict(dict[str, Tensor]):
+    @property
+    def loss(self) -> Tensor:
+        return self["mean"]
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict", "named tuple", "dict with an attribute"])
 def test_the_loss_of_a_models_output_is_used(form: str, tmp_path: Path) -> None:
     options = {"held_out": ROWS, "budget": 2, "batch": 8, "runs": tmp_path, "quiet": True}
     assert thrifty.train(WithLoss(form), ROWS, **options).loss > 0

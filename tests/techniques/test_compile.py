@@ -69,3 +69,13 @@ def test_each_model_is_compiled_however_many_were_before() -> None:
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         model(torch.randn(3, 4))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+
+
+def test_hooks_of_compiled_layers_are_called() -> None:
+    torch._dynamo.reset()
+    model, x, seen = MODELS["torch's encoder"](), torch.randn(2, 3, 8), []
+    model = CompiledBlocks(backend="kept").model(model)
+    model(x)
+    model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    model(x)
+    assert seen == [1] and "forward" not in vars(model.layers[0])

@@ -203,3 +203,14 @@ def trained_accuracy(dimension: int, seed: int) -> float:
 def test_accuracy_on_digits_grows_with_the_dimension() -> None:
     means = [sum(trained_accuracy(d, seed) for seed in range(3)) / 3 for d in (5, 50, 500)]
     assert means[0] + 0.15 < means[1] and means[1] + 0.02 < means[2] and means[2] > 0.93
+
+
+def test_parameters_that_were_added_later_are_loaded() -> None:
+    saved, loaded, x = network(0), network(1), torch.ones(2, 6)
+    for model in (saved, loaded):
+        model.bias = nn.Parameter(torch.zeros(3))
+    moved(saved, 1)
+    with torch.no_grad():
+        saved.bias += 1
+    loaded.load_state_dict(saved.state_dict())
+    assert torch.equal(loaded(x), saved(x)) and torch.equal(loaded.bias, saved.bias)

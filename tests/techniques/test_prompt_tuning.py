@@ -207,15 +207,22 @@ def test_a_prompt_precedes_the_tokens_of_a_module_dict() -> None:
     assert words.grad is not None and words.grad.any()
 
 
-class Classifier(GPTInModuleDict):
-    """A model with as many classes as there are virtual and real tokens."""
+class Scorer(GPTInModuleDict):
+    """A model that returns scores (b, t) of tokens, or logits (b, c) of as many classes as there are virtual and real
+    tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(16, width)
 
     def forward(self, idx: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(idx)[0][:, -1, : COUNT + TOKENS.shape[1]]
+        output = super().forward(idx)[0]
+        return output.squeeze(-1) if output.shape[-1] == 1 else output[:, -1]
 
 
-def test_logits_of_classes_are_not_cut() -> None:
-    assert PromptTuning(tokens=COUNT).model(Classifier())(TOKENS).shape == (2, COUNT + TOKENS.shape[1])
+@pytest.mark.parametrize(("width", "columns"), [(1, TOKENS.shape[1]), (COUNT + TOKENS.shape[1],) * 2])
+def test_scores_of_tokens_are_cut_and_logits_of_classes_not(width: int, columns: int) -> None:
+    assert PromptTuning(tokens=COUNT).model(Scorer(width))(TOKENS).shape == (2, columns)
 
 
 def test_outputs_in_tuples_keep_their_length() -> None:

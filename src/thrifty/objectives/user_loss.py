@@ -277,8 +277,10 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
             f"no loss was passed, and the model does not accept the keys of the batch: {error}",
             fix="pass loss=, a function of (model, batch)",
         ) from error
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not output[0].ndim:
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not output[0].ndim:
         loss = output[0]
     if loss is None:
         raise UsageError(

@@ -73,20 +73,27 @@ class CompiledBlocks(Technique):
         only code outside of torch."""
         module.compile(backend=self.backend, dynamic=self.dynamic)
         if str(getattr(module.forward, "__module__", "")).startswith("torch."):
-            called = _called_by_own_code(module, codes)
-            module._compiled_call_impl = torch.compile(called, backend=self.backend, dynamic=self.dynamic)
+            module._compiled_call_impl = self.call_of(module, codes)
+
+    def call_of(self, module: nn.Module, codes: dict[type, CodeType]) -> Callable[..., Any]:
+        """Return a function that calls a layer of torch with a compiled forward pass and its hooks. Each kind of layer
+        has its own code, for which torch counts recompilations; `codes` holds it."""
+        forward = module.forward
+
+        def own(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        own.__code__ = codes.setdefault(type(module), own.__code__.replace(co_name=type(module).__name__))
+        compiled = torch.compile(own, backend=self.backend, dynamic=self.dynamic)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            vars(module)["forward"] = compiled
+            try:
+                return module._call_impl(*args, **kwargs)
+            finally:
+                del vars(module)["forward"]
+
+        return call
 
     def objective(self, objective: Objective) -> Objective:
         return objective.compiled(partial(torch.compile, backend=self.backend, dynamic=self.dynamic))
-
-
-def _called_by_own_code(module: nn.Module, codes: dict[type, CodeType]) -> Callable[..., Any]:
-    """Return a function that calls a layer. Each kind of layer has its own code, for which torch counts recompilations;
-    `codes` holds it."""
-    call = module._call_impl
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    called.__code__ = codes.setdefault(type(module), called.__code__.replace(co_name=type(module).__name__))
-    return called

@@ -47,8 +47,8 @@ class RandomSubspace:
     projection.
     """
 
-    def __init__(self, weights: list[nn.Parameter], projection: Fastfood):
-        self.weights, self.projection = weights, projection
+    def __init__(self, weights: dict[str, nn.Parameter], projection: Fastfood):
+        self.names, self.weights, self.projection = list(weights), list(weights.values()), projection
         self.origin = self._flat()
         self.placed: tuple[int, int, Tensor] | None = None
         """The z for which the weights were last set: address, version and values; None if it is unknown."""
@@ -131,17 +131,18 @@ def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomS
 
     z is a new parameter of the model, initially zero. θ₀ are the current weights, P is a random projection.
     """
-    weights = _weights(model)
-    total = sum(weight.numel() for weight in weights)
+    named = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
+    total = sum(weight.numel() for weight in named.values())
     if dimension > total:
         raise RefusedError(
             f"dimension '{dimension}' exceeds the {total} weights of the model",
             fix=f"dimension={total} or less",
         )
     # sampled on the CPU: the same projection on every device
-    projection = draw_fastfood(dimension, total, keyed_generator(f"{seed}/{NAME}"), weights[0].device)
-    subspace = SUBSPACE.set(model, RandomSubspace(weights, projection))
-    model.subspace = nn.Parameter(torch.zeros(dimension, device=weights[0].device))
+    device = next(iter(named.values())).device
+    projection = draw_fastfood(dimension, total, keyed_generator(f"{seed}/{NAME}"), device)
+    subspace = SUBSPACE.set(model, RandomSubspace(named, projection))
+    model.subspace = nn.Parameter(torch.zeros(dimension, device=device))
     hooks = [
         model.register_forward_pre_hook(_place),
         model.register_state_dict_pre_hook(_place),
@@ -164,11 +165,7 @@ def _adopt(model: nn.Module, *_: Any) -> None:
     subspace = SUBSPACE.of(model)
     if subspace.is_loaded:
         subspace.is_loaded = False
-        subspace.adopt(_weights(model), model.subspace)
-
-
-def _weights(model: nn.Module) -> list[nn.Parameter]:
-    return [each for name, each in model.named_parameters() if each.is_floating_point() and name != NAME]
+        subspace.adopt([model.get_parameter(name) for name in subspace.names], model.subspace)
 
 
 def subspace_backward(backward: Backward) -> Backward:

@@ -23,7 +23,8 @@ from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
 from thrifty.modeling.adapter_base import AdapterTechnique, names_ending, train_only
-from thrifty.modeling.embeddings import stack_after, token_tables
+from thrifty.modeling.embeddings import output_layers, stack_after, token_tables
+from thrifty.modeling.layer_shapes import out_width
 from thrifty.modeling.module_surgery import change_first, find_stacks, wrap_forward
 from thrifty.techniques.adapters._virtual_tokens import (
     common_path,
@@ -79,7 +80,7 @@ def add_prompt(model: nn.Module, values: Tensor) -> nn.Parameter:
     body = model.get_submodule(path)
     body.tokens_name = input_names(body)[0]
     body.virtual_tokens, body.position_limit = len(values), position_limit(model)
-    body.is_output_cut = len(stacks) == 1
+    body.is_output_cut, body.classes = len(stacks) == 1, {out_width(layer) for layer in output_layers(body).values()}
     wrap_forward(body, _read_with_prompt)
     if body.is_output_cut and getattr(body, "pooler", None) is not None:
         # the pooler reads the first token
@@ -123,7 +124,8 @@ def _read_with_prompt(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) ->
     length = inputs[body.tokens_name].shape[1]
     refuse_beyond(body.position_limit, body.virtual_tokens, length)
     output = inner(**_lengthen_inputs(inputs, body.tokens_name, body.virtual_tokens))
-    return _cut(output, body.virtual_tokens, body.virtual_tokens + length) if body.is_output_cut else output
+    total = body.virtual_tokens + length
+    return _cut(output, body.virtual_tokens, total, total in body.classes) if body.is_output_cut else output
 
 
 def _encode_with_prompt(encoder: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,12 +143,13 @@ def _lengthen_inputs(inputs: dict[str, Any], first: str, count: int) -> dict[str
     return extended
 
 
-def _cut(output: Any, count: int, total: int) -> Any:
-    """Remove the outputs of `count` virtual tokens from an output of `total` tokens: a tensor (b, total, d), the first
-    element of a tuple, or the fields of a model output. Tensors (b, c) are logits of classes."""
+def _cut(output: Any, count: int, total: int, has_classes: bool = False) -> Any:
+    """Remove the outputs of `count` virtual tokens from an output of `total` tokens: a tensor (b, total, d) or
+    (b, total), the first element of a tuple, or the fields of a model output. With `has_classes`, tensors (b, total)
+    are logits of as many classes."""
 
     def without(values: Any) -> Any:
-        is_whole = isinstance(values, Tensor) and values.ndim > 2 and values.shape[1] == total
+        is_whole = isinstance(values, Tensor) and values.ndim > 1 + has_classes and values.shape[1] == total
         return values[:, count:] if is_whole else values
 
     for name in ("last_hidden_state", "logits"):
