@@ -41,7 +41,7 @@ class TransformersSite(AttentionSite):
         if self.module.config._attn_implementation != INTERFACE:  # type: ignore[union-attr]
             raise RefusedError(
                 f"{class_name(self.whole)} did not change the attention function of {self.name}",
-                fix=f"pip install --upgrade transformers; or choose a model that looks it up in {LOOKUP}",
+                fix=f"pip install -U transformers; or choose a model that looks it up in {LOOKUP}",
             )
         self.module.thrifty_core = core
 
