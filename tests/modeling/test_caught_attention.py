@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -410,8 +411,40 @@ def test_attention_with_other_keys_is_left_out_and_named() -> None:
     assert torch.equal(model[1:](inputs()), expected)
 
 
+class Inspected(Merged):
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        assert x.abs().max().item() < 1e9
+        return super().split(x)
+
+
+def test_keys_are_seen_in_modules_that_read_their_inputs() -> None:
+    assert [site.name for site in find_attention_sites(nn.Sequential(Fused(), Inspected()))] == ["0"]
+
+
+class Cached(Attention):
+    """Attention with a position bias and scales, which are kept outside of the module."""
+
+    kept: ClassVar[dict[str, Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.kept.setdefault("bias", torch.full((HEADS, 1, 1), 0.5, dtype=x.dtype))
+        scales = self.kept.setdefault("scales", self.slopes.detach().exp())
+        q, k, v = self.split(x)
+        return self.merge(F.scaled_dot_product_attention(q * scales[:, None, None], k, v, attn_mask=bias))
+
+
+def test_what_modules_keep_for_later_calls_is_right() -> None:
+    model = nn.Sequential(Cached()).bfloat16()
+    find_attention_sites(model)
+    found = {**Cached.kept}
+    Cached.kept.clear()
+    model(inputs().bfloat16())
+    assert all(type(found[name]) is Tensor and torch.equal(found[name], kept) for name, kept in Cached.kept.items())
+    assert all(found[name].dtype == torch.bfloat16 for name in Cached.kept)
+
+
 def test_sites_are_found_without_copies_of_weights() -> None:
-    model = nn.Sequential(Fused(), Merged())
+    model = nn.Sequential(Fused(), Merged()).bfloat16()
     for module in model:
         large = torch.ones((), dtype=torch.bfloat16).expand(2**25, 2**25)  # has no copy in float32
         module.large = nn.Parameter(large, requires_grad=False)

@@ -1,19 +1,20 @@
 """A trial call of an attention module alone, with random inputs, whose attention call is caught.
 
 It shows the number and width of the heads. The gradients of the first head's query, key and value with respect to the
-output of a layer show which rows of the layer they come from. The values of the module's parameters do not matter.
+output of a layer show which rows of the layer they come from. The values of the module's parameters do not matter, but
+the call computes with them, because the module's code may keep results for later calls.
 """
 
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, is_fake, unset_fake_temporarily
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -59,7 +60,7 @@ def first_head_rows(layer: nn.Module, owner: nn.Module) -> HeadRows | None:
     outputs: list[Tensor] = []
 
     def replace(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        outputs.append(torch.randn(output.shape).requires_grad_())
+        outputs.append(torch.randn(output.shape).to(output).requires_grad_())
         return outputs[-1]
 
     _, seen = _trial(owner, in_width(layer), replaced=(layer, replace))
@@ -74,7 +75,7 @@ def runs_without_attention(owner: nn.Module, width: int) -> bool:
     """Return True if a module with inputs of `width` channels can be called alone and does not compute attention, such
     as a mixture of experts with a softmax and matmuls. A module that requires other inputs is not tried. Short inputs
     may be treated otherwise, so two lengths are tried."""
-    if any(value is None for value in _other_inputs(owner, TOKENS).values()):
+    if any(value is None for value in _other_inputs(owner, TOKENS, torch.empty(())).values()):
         return False
     trials = [_trial(owner, width, tokens) for tokens in (TOKENS, MORE_TOKENS)]
     return all(call is not None and not (seen or call.reason) for call, seen in trials)
@@ -82,8 +83,8 @@ def runs_without_attention(owner: nn.Module, width: int) -> bool:
 
 def has_other_keys(owner: nn.Module, width: int) -> bool:
     """Return True if a module with inputs of `width` channels can be called alone, and its attention has another number
-    of keys than of queries. Only shapes are computed, so weights are not copied."""
-    call, seen = _trial(owner, width, mode=FakeTensorMode(allow_non_fake_inputs=True))
+    of keys than of queries."""
+    call, seen = _trial(owner, width)
     return call is not None and call.is_done and not seen
 
 
@@ -100,15 +101,11 @@ def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _trial(
-    owner: nn.Module,
-    width: int,
-    tokens: int = TOKENS,
-    replaced: tuple[nn.Module, Callable[..., Tensor]] | None = None,
-    mode: AbstractContextManager[object] | None = None,
+    owner: nn.Module, width: int, tokens: int = TOKENS, replaced: tuple[nn.Module, Callable[..., Tensor]] | None = None
 ) -> tuple[CaughtCall | None, list[tuple[Tensor, Tensor, Tensor]]]:
-    """Call a module alone, without its hooks on outputs but with the hook `replaced` of one module, and in `mode`.
-    Return the call, and queries, keys and values of each attention call in it; None and no tensors if the module
-    requires more inputs, or cannot be called without its values."""
+    """Call a module alone, without its hooks on outputs but with the hook `replaced` of one module. Return the call,
+    and queries, keys and values of each attention call in it; None and no tensors if the module requires more inputs,
+    or cannot be called without its values."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: object) -> Tensor:
@@ -117,36 +114,39 @@ def _trial(
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
     call = CaughtCall(core, causal=False)
-    with with_real_tensors(), restore_module_state(owner), mode or nullcontext():
-        tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}
+    with with_real_tensors(owner.parameters()), restore_module_state(owner):
+        tensors = _real_tensors(owner)
+        like = next((each for each in tensors.values() if each.is_floating_point()), torch.empty(()))
         for module in owner.modules():
             module._forward_hooks = OrderedDict()
         if replaced:
             replaced[0].register_forward_hook(replaced[1])
         try:
             with CatchAttention(call):
-                functional_call(owner, tensors, (torch.randn(1, tokens, width),), _other_inputs(owner, tokens))
+                x = torch.randn(1, tokens, width).to(like)
+                functional_call(owner, tensors, (x,), _other_inputs(owner, tokens, like))
         except Exception:  # of any module's code
             return None, []
     return call, seen
 
 
-def _other_inputs(owner: nn.Module, tokens: int) -> dict[str, Any]:
-    """Return the inputs of an attention module after the first: the customary positions of `transformers`, which are
-    their numbers (1, t), or their cosines and sines (1, t, head width) without rotation; None for other inputs that
-    have no default."""
-    positions: dict[str, Any] = {"position_ids": torch.arange(tokens)[None]}
+def _other_inputs(owner: nn.Module, tokens: int, like: Tensor) -> dict[str, Any]:
+    """Return the inputs of an attention module after the first, on the device of `like`: the customary positions of
+    `transformers`, which are their numbers (1, t), or their cosines and sines (1, t, head width) without rotation; None
+    for other inputs that have no default."""
+    positions: dict[str, Any] = {"position_ids": torch.arange(tokens, device=like.device)[None]}
     if isinstance(width := getattr(owner, "head_dim", None), int):
-        positions["position_embeddings"] = torch.ones(1, tokens, width), torch.zeros(1, tokens, width)
+        positions["position_embeddings"] = like.new_ones(1, tokens, width), like.new_zeros(1, tokens, width)
     others = [*inspect.signature(owner.forward).parameters.values()][1:]
     is_needed = {each.name: each.default is each.empty for each in others if each.kind is each.POSITIONAL_OR_KEYWORD}
     return {name: positions.get(name) for name, needed in is_needed.items() if needed or name in positions}
 
 
 @contextmanager
-def with_real_tensors() -> Iterator[None]:
-    """Compute with real tensors, and leave the global random generators unchanged."""
-    with _disable_current_modes(), unset_fake_temporarily(), preserved_draws(), torch.enable_grad():
+def with_real_tensors(tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Compute with real tensors, and leave the global random generators unchanged, also those of the devices of
+    `tensors`."""
+    with _disable_current_modes(), unset_fake_temporarily(), preserved_draws(tensors), torch.enable_grad():
         yield
 
 
@@ -155,8 +155,18 @@ def _nonzero_rows(heads: Tensor, output: Tensor) -> list[int]:
     first = heads[:, 0]
     if not first.requires_grad:
         return []
-    (gradient,) = torch.autograd.grad(first, output, torch.randn(first.shape), retain_graph=True, allow_unused=True)
+    weights = torch.randn(first.shape).to(first)
+    (gradient,) = torch.autograd.grad(first, output, weights, retain_graph=True, allow_unused=True)
     return [] if gradient is None else gradient.flatten(0, -2).any(0).nonzero().flatten().tolist()
+
+
+def _real_tensors(owner: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by name: themselves, or on the CPU in float32 if parameters differ
+    in device or dtype, or have no values."""
+    tensors = dict((*owner.named_parameters(), *owner.named_buffers()))
+    kinds = {(each.device, each.dtype) for each in owner.parameters()}
+    has_values = not any(each.is_meta or is_fake(each) for each in tensors.values())
+    return {name: each.detach() if has_values and len(kinds) == 1 else _real(each) for name, each in tensors.items()}
 
 
 def _real(tensor: Tensor) -> Tensor:
