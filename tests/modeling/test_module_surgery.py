@@ -183,6 +183,14 @@ def test_many_output_heads_with_norms_are_no_stack() -> None:
     assert list(find_stacks(model)) == ["encoder"]
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_as_many_output_heads_as_blocks_are_no_stack(count: int) -> None:
+    heads = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3)) for _ in range(count))
+    blocks = nn.ModuleList(torch_block() for _ in range(2))
+    model = nn.ModuleDict({"blocks": blocks, "heads": nn.ModuleList(heads)})
+    assert list(find_stacks(model)) == ["blocks"]
+
+
 def test_equal_towers_are_no_blocks() -> None:
     def tower() -> nn.Module:
         return nn.ModuleDict({"blocks": nn.ModuleList([torch_block(), torch_block()]), "last": nn.Linear(8, 8)})

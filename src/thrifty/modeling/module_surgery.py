@@ -115,11 +115,14 @@ def _without_heads(stacks: Mapping[str, nn.ModuleList]) -> dict[str, nn.ModuleLi
 
 
 def _passes_stream(block: nn.Module) -> bool:
-    """Return True if a layer's output has the width of a norm and of an earlier layer's input. Later layers of the
-    block, such as a gate, may have other outputs."""
+    """Return True if attention, or a layer whose input has another width, returns the width of a norm and of an earlier
+    layer's input. Later layers of the block, such as a gate, may have other outputs."""
     layers, norms = [*weight_layers(block).values()], _norm_widths(block)
     streams = [{*map(in_width, layers[: n + 1])} & {*norms} for n in range(len(layers))]
-    return any(out_width(layer) in widths for layer, widths in zip(layers, streams, strict=True))
+    return any(
+        out_width(layer) in widths and (isinstance(layer, nn.MultiheadAttention) or in_width(layer) != out_width(layer))
+        for layer, widths in zip(layers, streams, strict=True)
+    )
 
 
 def returns_stream_width(block: nn.Module) -> bool:
