@@ -84,7 +84,8 @@ _HIDING: MutableMapping[Tensor, tuple[int, bool]] = WeakTensorKeyDictionary()
 @torch.compiler.disable  # compiled models decide as others do
 def hides_later_keys(visible: Tensor) -> bool:
     """Return True if no pair (…, t or 1, s) has a later key, as in a decoder. Return False without values. Layers may
-    share a mask, so its result is remembered."""
+    share a mask, so its result is remembered until a write to it. Writes to its `data`, or to a NumPy array that shares
+    its memory, are not noticed."""
     if not has_values(visible):
         return False
     if visible.is_inference():  # its writes are not counted
