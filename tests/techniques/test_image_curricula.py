@@ -1,6 +1,7 @@
 """Curricula from small to full images, by averaged pixels or low frequencies."""
 
 import gc
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -244,6 +245,30 @@ def test_the_way_to_call_a_model_is_remembered() -> None:
     calls.clear()
     model(torch.randn(2, 3, 12, 16))
     assert len(calls) == 1
+
+
+class ConvolutionStem(PlacedPatches):
+    def __init__(self) -> None:
+        super().__init__(6, 8, sliced=False)
+        self.patch = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 32, 4, 4)
+        )
+
+
+def test_failed_calls_leave_no_effects_in_the_model_or_draws() -> None:
+    model, images, smaller = ConvolutionStem(), torch.randn(2, 3, 24, 32), torch.randn(2, 3, 12, 16)
+    accept_other_sizes(model, "curriculum.resolution")
+    resumed = deepcopy(model)
+    model(smaller)  # finds the way
+    model.load_state_dict(resumed.state_dict())
+    start = torch.get_rng_state()
+    expected, after = (model(images), model(smaller)), torch.get_rng_state()
+    torch.set_rng_state(start)
+    outputs = resumed(images), resumed(smaller)
+    assert all(map(torch.equal, outputs, expected))
+    assert torch.equal(torch.get_rng_state(), after)
+    assert all(map(torch.equal, resumed.buffers(), model.buffers()))
+    outputs[0].sum().backward()
 
 
 @pytest.mark.parametrize("config", [{"image_size": 16}, SimpleNamespace(image_size=[16]), NamedSizes([16, 16])])

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError, class_name, reason_of
 from thrifty.core.module_notes import ModuleNote
+from thrifty.core.module_state import ModuleState
 from thrifty.core.out_of_memory import is_out_of_memory
+from thrifty.core.randomness import GeneratorStates
 from thrifty.kernels.image_resizing import resized_patches, resized_positions
 from thrifty.modeling.module_surgery import find_stacks, is_under, wrap_forward
 
@@ -283,12 +285,13 @@ def _at_size(who: str, model: nn.Module, inner: Any, *args: Any, **kwargs: Any) 
     height, width = images.shape[-2:]
     known, reason = WAYS.of(model), ""
     ways = [known[height, width]] if (height, width) in known else []
+    states = ModuleState(model), GeneratorStates({images.device, *(each.device for each in model.parameters())})
     for way in (*ways, *_ways(grid)):
         try:
             with _positions_for(grid, images, way) if way else nullcontext():
                 output = inner(*args, **kwargs)
         except _InapplicableError:
-            continue
+            pass
         except (RuntimeError, ValueError, AssertionError) as error:
             if is_out_of_memory(error):
                 raise
@@ -296,6 +299,8 @@ def _at_size(who: str, model: nn.Module, inner: Any, *args: Any, **kwargs: Any) 
         else:
             known[height, width] = way
             return output
+        for state in states:  # a call has the effects of one pass
+            state.put_back()
     raise RefusedError(
         f"{class_name(model)} does not accept images of {height} x {width} pixels: {reason}",
         fix=f"--without {who}; or use a model whose positions can be interpolated, such as a ViT",
