@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.patch_grid import accept_other_sizes
 from thrifty.techniques.compile import CompiledBlocks
 
 GRAPHS: list[int] = []
@@ -58,6 +60,36 @@ def test_models_are_compiled_and_compute_the_same(name: str) -> None:
     assert 1 <= len(GRAPHS) <= 2  # the first block may have an input without gradient
     assert all(parameter.grad is not None for parameter in compiled.parameters())
     assert torch.equal(copy.deepcopy(compiled)(x), plain(x))
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_size, self.cut = 8, nn.Conv2d(3, 8, 4, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.cut(images).relu().mean((2, 3))
+
+
+def test_only_the_model_is_traced_for_other_image_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    traced: list[bool] = []
+
+    def found(model: nn.Module) -> dict[str, nn.ModuleList]:
+        traced.append(torch.compiler.is_compiling())
+        return find_stacks(model)
+
+    monkeypatch.setattr("thrifty.modeling.patch_grid.find_stacks", found)
+    model = Pooled()
+    plain = copy.deepcopy(model)
+    accept_other_sizes(model, "curriculum.resolution")
+    compiled = CompiledBlocks(backend="kept").model(model)
+    GRAPHS.clear()
+    for side in (8, 16, 8):
+        images = torch.randn(2, 3, side, side)
+        assert torch.equal(compiled(images), plain(images))
+    assert len(GRAPHS) == 2
+    assert traced and not any(traced)
 
 
 def test_each_model_is_compiled_however_many_were_before() -> None:

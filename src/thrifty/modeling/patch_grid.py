@@ -153,6 +153,7 @@ def _difference(full: Grid, grid: Grid) -> float:
     return abs(full[0] * grid[1] - full[1] * grid[0]) / sum(full)
 
 
+@torch.compiler.disable  # a model that is compiled as a whole would trace it
 def find_grid(model: nn.Module) -> PatchGrid:
     """Return the patches of a model. Raise RefusedError without a convolution in front of its blocks."""
     stacks = find_stacks(model)
@@ -319,6 +320,7 @@ def _ways(grid: PatchGrid) -> list[Way | None]:
     return [*map(Way, sorted(numbers)), Way(None, spare=True), None, Way(None)]
 
 
+@torch.compiler.disable
 def _differs(model: nn.Module, grid: PatchGrid, images: Tensor) -> bool:
     """Return True if images may have another size than the model's."""
     sizes = {side for size in _stated_sizes(model, grid.owners) for side in size}
