@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.modeling.patch_grid import accept_other_sizes
 from thrifty.techniques.compile import CompiledBlocks
 
@@ -103,7 +103,7 @@ def test_each_model_is_compiled_however_many_were_before() -> None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
-def test_hooks_of_compiled_layers_are_called() -> None:
+def test_hooks_and_wrappers_of_compiled_layers_are_called() -> None:
     torch._dynamo.reset()
     model, x, seen = MODELS["torch's encoder"](), torch.randn(2, 3, 8), []
     model = CompiledBlocks(backend="kept").model(model)
@@ -111,3 +111,7 @@ def test_hooks_of_compiled_layers_are_called() -> None:
     model.layers[0].register_forward_hook(lambda *_: seen.append(1))
     model(x)
     assert seen == [1] and "forward" not in vars(model.layers[0])
+    wrap_forward(model.layers[1], lambda layer, inner, *args, **kwargs: seen.append(2) or inner(*args, **kwargs))
+    for _ in range(2):
+        model(x)
+    assert seen == [1, 1, 2, 1, 2]

@@ -87,6 +87,8 @@ class CompiledBlocks(Technique):
         compiled = torch.compile(own, backend=self.backend, dynamic=self.dynamic)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if "forward" in vars(module):  # replaced after this one was compiled
+                return module._call_impl(*args, **kwargs)
             vars(module)["forward"] = compiled
             try:
                 return module._call_impl(*args, **kwargs)
