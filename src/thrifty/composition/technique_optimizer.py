@@ -10,6 +10,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from thrifty.composition.group_partition import (
+    GroupPartition,
+    adopt_settings,
+    elements_of,
+    every_parameter,
+    slot_names,
+)
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.gradient_transform import GradientTransform, Slots, TransformChain, chain
@@ -311,8 +318,8 @@ class TechniqueOptimizer(TransformOptimizer):
         transform = chain(self._technique(self._settings(group)).update(GradientTransform()))
         for element in transform.elements.values() if group[DECAYS_ALL] else ():
             if isinstance(element, AddDecayedWeights):
-                element.where = _everything
-        for element in _elements_of(transform) if born else ():
+                element.where = every_parameter
+        for element in elements_of(transform) if born else ():
             element.born = born
         return transform
 
@@ -331,7 +338,7 @@ class TechniqueOptimizer(TransformOptimizer):
                 new, current = self._chain(group, 0), self._chain({**group, **self._tuned[number]}, 0)
                 is_number = all(type(settings[number][name]) in (int, float, tuple) for name in changed)
                 is_scheduled = "lr" in changed and Claim.SCHEDULE in self.technique.claims and self._tuned[number]["lr"]
-                if not is_number or is_scheduled or _slot_names(new) != _slot_names(current):
+                if not is_number or is_scheduled or slot_names(new) != slot_names(current):
                     raise UsageError(
                         f"{self.technique.name}: {' and '.join(changed)} cannot change between steps",
                         fix="start a new optimizer with the new value",
@@ -368,56 +375,10 @@ class TechniqueOptimizer(TransformOptimizer):
         self._counts = list(counts.values())
 
 
-class GroupPartition(ParameterPartition):
-    """Partition by position, because two parameter groups may use the same name. `own_labels` has the label of each
-    parameter."""
-
-    def __init__(self, chains: Mapping[str, TransformChain], own_labels: Sequence[str]):
-        super().__init__((label, _everything, each) for label, each in chains.items())
-        self.own_labels = own_labels
-
-    def labels(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Sequence[str]:
-        return self.own_labels
-
-
-def _elements_of(transform: GradientTransform) -> Iterator[GradientTransform]:
-    """Yield the elements of a transform, also inside chains and partitions."""
-    if isinstance(transform, TransformChain):
-        for element in transform.elements.values():
-            yield from _elements_of(element)
-    elif isinstance(transform, ParameterPartition):
-        for _, member in transform.rules.values():
-            yield from _elements_of(member)
-    else:
-        yield transform
-
-
-def adopt_settings(transform: GradientTransform, other: GradientTransform) -> None:
-    """Copy the settings of a new transform to a used transform of the same structure. Data of parameters stays."""
-    if isinstance(transform, TransformChain) and isinstance(other, TransformChain):
-        for key, element in transform.elements.items():
-            adopt_settings(element, other.elements[key])
-    elif isinstance(transform, ParameterPartition) and isinstance(other, ParameterPartition):
-        for label, (_, member) in transform.rules.items():
-            adopt_settings(member, other.rules[label][1])
-    else:
-        # lists and dictionaries hold data of parameters; names with an underscore are caches
-        settings = {name: value for name, value in vars(other).items() if not isinstance(value, list | dict)}
-        vars(transform).update(settings | {name: value for name, value in vars(other).items() if name[0] == "_"})
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):  # torch's schedulers may store a learning rate in a tensor
         return value.item()
     return tuple(value) if isinstance(value, list) else value
-
-
-def _everything(name: str, parameter: Tensor) -> bool:
-    return True
-
-
-def _slot_names(transform: GradientTransform) -> set[str]:
-    return set(transform.init(["weight"], [torch.zeros(2, 2)]))
 
 
 def _slots_of(slots: Slots, place: int) -> Iterator[tuple[str, tuple[str, Tensor]]]:
